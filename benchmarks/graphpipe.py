@@ -22,9 +22,9 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Message, Prediction, Timeline
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory import stages_in_flight
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory import in_flight_samples_by_stage
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.registry import strategy_class
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import make_ticks, predict
@@ -132,7 +132,7 @@ def problem_of(model: str, devices: int, batch: int, settings: Settings = PAPER)
     sizes = tuple(size for size in range(1, batch + 1) if batch % size == 0)
     cluster = build_cluster(cluster_preset("summit"), devices, None, None)
     return Problem(
-        graph, annotate(graph), cluster, batch, 1, Mode.TRAIN, "loss", micro_batch_sizes=sizes
+        graph, roofline_costs(graph), cluster, batch, 1, Mode.TRAIN, "loss", micro_batch_sizes=sizes
     )
 
 
@@ -197,7 +197,9 @@ def sequential_step(problem: Problem, placement: Placement) -> Step:
 
 def _sized(problem: Problem, placement: Placement) -> Problem:
     """The problem on the placement's largest micro-batches."""
-    return resized(problem, math.lcm(*(stage.micro_batch_size for stage in placement.stages)))
+    return with_micro_batch_size(
+        problem, math.lcm(*(stage.micro_batch_size for stage in placement.stages))
+    )
 
 
 def _step(problem: Problem, placement: Placement, graph: StageGraph, predicted: Prediction) -> Step:
@@ -228,7 +230,7 @@ def search_result(
     """A strategy's placement of a model; with `size` on micro-batches of that many samples."""
     problem = problem_of(model, devices, batch, settings)
     if size is not None:
-        problem = replace(resized(problem, size), micro_batch_sizes=())
+        problem = replace(with_micro_batch_size(problem, size), micro_batch_sizes=())
     chosen = strategy_class(strategy.partition(",")[0])(**_OPTIONS[strategy])
     start = time.perf_counter()
     try:
@@ -286,7 +288,7 @@ def _in_flight(case: str) -> Iterator[Row]:
     stages.
     """
     for sizes, theirs in IN_FLIGHT.items():
-        ours = stages_in_flight((1, 1, 1), sizes, ((0, 1), (1, 2)))[0]
+        ours = in_flight_samples_by_stage((1, 1, 1), sizes, ((0, 1), (1, 2)))[0]
         variant = "micro-batches of " + ", ".join(map(str, sizes))
         yield Row(case, "in_flight", theirs, ours, "samples", variant, "by Table 2, 1F1B")
 

@@ -22,7 +22,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables
@@ -146,7 +146,7 @@ def paper_problem(
     batch = BATCH[model]
     graph = zoo_graph(model, (("size", "paper"),), batch // micro_batches)
     links = build_cluster(cluster_preset(cluster), devices, None, None)
-    return Problem(graph, annotate(graph), links, batch, micro_batches, Mode.TRAIN, "loss")
+    return Problem(graph, roofline_costs(graph), links, batch, micro_batches, Mode.TRAIN, "loss")
 
 
 # Table I: searches in the paper's space and under its costs.

@@ -21,8 +21,8 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import op_instances
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.placement.tepdist.levels import LEVELS, LevelName
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import check_memory
@@ -106,7 +106,7 @@ class Training:
         graph = zoo_graph(self.model, self.settings, micro_batch_size)
         return Problem(
             graph,
-            annotate(graph),
+            roofline_costs(graph),
             build_cluster(cluster_preset("tepdist-m8"), self.devices, None, None),
             self.batch,
             self.batch // micro_batch_size,
@@ -168,7 +168,7 @@ def simulated_plan(training: Training) -> SimulatedPlan | str:
     problem = training.free
     try:
         placement = TePDist().run(problem)
-        own = resized(problem, placement.stages[0].micro_batch_size)
+        own = with_micro_batch_size(problem, placement.stages[0].micro_batch_size)
         schedule = OneForwardOneBackward().run(own, placement)
         timeline = simulate(
             schedule, StageGraph.of(own, placement).stage_devices, predict(own, placement)

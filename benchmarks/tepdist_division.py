@@ -27,7 +27,7 @@ from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import read, read_model
 from autopipe.passes.partition.min_cut_ilp import partition_nodes
 
@@ -67,7 +67,7 @@ def problem_of(name: str, settings: dict[str, str]) -> Problem:
         build(configure(name, {**settings, "loss": "true", "weights": "none"})).save(path)
         model = read_model(path, batch=1)
     links = build_cluster(cluster_preset("v100-32gb"), 64, None, None)
-    return Problem(model.graph, annotate(model.graph), links, 1, 1, model.mode, model.loss)
+    return Problem(model.graph, roofline_costs(model.graph), links, 1, 1, model.mode, model.loss)
 
 
 def processor_seconds() -> float:

@@ -26,7 +26,7 @@ from command_line import parse_arguments
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.configs.zoo import MODELS, build, configure
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.placement.tepdist.levels import O2, O3
@@ -84,7 +84,9 @@ def timed(make: Callable[[], Solver], tables: Tables) -> tuple[Assignment, float
 def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
     """Return one line of the table."""
     links = build_cluster(cluster_preset(cluster), devices, None, None)
-    problem = Problem(model.graph, annotate(model.graph), links, BATCH, 1, Mode.TRAIN, model.loss)
+    problem = Problem(
+        model.graph, roofline_costs(model.graph), links, BATCH, 1, Mode.TRAIN, model.loss
+    )
     begin = time.process_time()
     nodes = range(len(model.graph.nodes))
     tables = make_tables(

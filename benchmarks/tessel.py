@@ -27,7 +27,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.chain import Chain, make_chain
-from autopipe.passes.cost.memory_check import with_copies
+from autopipe.passes.cost.memory_check import with_16_bit_copies
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.pipeline import Request, Runner, supported_problems
@@ -316,7 +316,7 @@ def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -
     or the memory does not suffice.
     """
     placement.verify(problem.graph)
-    placement = with_copies(replace(problem, memory_limit=None), placement)
+    placement = with_16_bit_copies(replace(problem, memory_limit=None), placement)
     scheduler.requires(problem, placement)
     prediction = predict(problem, placement)
     if isinstance(scheduler, Tessel):

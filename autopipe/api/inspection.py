@@ -19,7 +19,7 @@ from autopipe.passes.analysis.batch_forms import LossForm
 from autopipe.passes.analysis.layer_names import name_layers
 from autopipe.passes.analysis.layers import LayerClass, find_layers
 from autopipe.passes.analysis.loss_division import form_of_loss
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.frontend.branches import Branch, branches_of
 
@@ -83,7 +83,7 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
     file = read.source or model
     if read.unsupported:
         return Inspection(read, (), (), summarize_layers(read.graph, ()), None)
-    work = annotate(read.graph)
+    work = roofline_costs(read.graph)
     form = form_of_loss(read, lambda size: reader(file, batch=size, opened=True))
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
     return Inspection(read, work, branches, summarize_layers(read.graph, work), form)

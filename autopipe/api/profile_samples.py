@@ -13,7 +13,7 @@ from autopipe.ir.measured_costs import (
     OperationSample,
 )
 from autopipe.passes.cost.measured import Operations
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Request, read_uncached
 
@@ -83,12 +83,12 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Operat
     """
     operations = Operations(model.graph, precision)
     known: dict[Hashable, tuple[OperationSample, ...]] = {}
-    for index, work in enumerate(annotate(operations.graph, operations.precision)):
+    for index, work in enumerate(roofline_costs(operations.graph, operations.precision)):
         if index in operations.absorbed:
             continue
         key = operations.key(index)
         if key not in known:
-            cuts = operations.cuts(index, (degree,)) if degree > 1 else ((),)
+            cuts = operations.measurable_splits(index, (degree,)) if degree > 1 else ((),)
             known[key] = tuple(operations.sample(index, work, splits) for splits in cuts)
         yield from known[key]
 

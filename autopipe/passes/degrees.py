@@ -11,7 +11,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, sample_axes
-from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
+from autopipe.passes.cost.stage_work import StageNode, StageWork, first_shard_holders, stage_work
 from autopipe.passes.sharding.regions import weights_of
 
 DEGREES = ("pipeline", "data", "tensor")
@@ -55,7 +55,7 @@ def plan_degrees(
     ]
     depth = StageGraph.of(problem, placement).depth
     shards = problem.train and problem.optimizer.shard
-    shares = shards and any(len(devices) > 1 for devices in holders_of(works).values())
+    shares = shards and any(len(devices) > 1 for devices in first_shard_holders(works).values())
     return PlanDegrees(
         groups=tuple(map(len, groups)),
         stages_per_group=_interval(

@@ -24,9 +24,9 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import checked_splits
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import SampleAxes, collective_element_bytes, sample_axes
-from autopipe.passes.cost.communication import relayout_seconds
+from autopipe.passes.cost.communication import redistribution_seconds
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.stage_work import StageWork, exchanges_of, stage_work
+from autopipe.passes.cost.stage_work import StageWork, redistributions_of, stage_work
 from autopipe.passes.open_options import with_open_options
 from autopipe.passes.pipeline import (
     Placed,
@@ -371,14 +371,16 @@ def _edge(
     graph = work.problem.graph
     group = work.stage.devices
     steps = (
-        [step.step for step in exchanges_of(work) if step.value == value] if len(group) > 1 else []
+        [step.step for step in redistributions_of(work) if step.value == value]
+        if len(group) > 1
+        else []
     )
     width = collective_element_bytes(
         graph, work.problem.precision, value, is_received=value in work.received
     )
     directions = 2 if value in differentiable_values(graph) and work.problem.train else 1
     seconds = directions * sum(
-        relayout_seconds(work.problem.cluster, group, step, width) for step in steps
+        redistribution_seconds(work.problem.cluster, group, step, width) for step in steps
     )
     kinds = tuple(dict.fromkeys(step.kind for step in steps))
     name, stage = ("", None) if other is None else (graph.nodes[other].name, stage_of[other])

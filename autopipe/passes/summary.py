@@ -13,7 +13,7 @@ from autopipe.ir.plan import LossScores, Plan, Summary
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
-from autopipe.passes.cost.measured import coverage
+from autopipe.passes.cost.measured import cost_coverage
 from autopipe.passes.degrees import plan_degrees
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.breakdown import breakdown
@@ -66,7 +66,7 @@ def finished_plan(
         gap=gap,
         communication_bytes=_communication_bytes(problem, placement),
         splits=placement.proof,
-        costs=coverage(problem),
+        costs=cost_coverage(problem),
         scores=scores,
         bound_holds_for="placement",
         degrees=plan_degrees(problem, placement, settled),

@@ -22,7 +22,7 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.cost.stage_work import stage_work
-from autopipe.passes.cost.stages import stage_costs, weight_shares
+from autopipe.passes.cost.stages import stage_costs, weight_gradient_fractions
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.running import batch_of, drawn_parameters, write
 from tests.passes.cost.graphs import cluster, problem
@@ -60,7 +60,7 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
     given = problem(graph, cluster(1), micro_batches=1, loss=loss)
     (cost,) = stage_costs(given, placement)
     (work,) = stage_work(given, placement)
-    shares = weight_shares(graph)[[each.index for each in work.nodes]]
+    shares = weight_gradient_fractions(graph)[[each.index for each in work.nodes]]
     products = [each.index for each in work.nodes if each.use.row.kind == "matmul"]
     total = sum(given.work[index].backward_flops for index in products)
     waits = sum(

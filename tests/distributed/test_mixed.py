@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.cluster import Cluster
-from autopipe.passes.cost.memory_check import check_kinds
+from autopipe.passes.cost.memory_check import check_stage_devices
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
@@ -47,7 +47,7 @@ def test_a_plan_over_two_kinds(
     model = small_models.of(name, size, BATCH // size)
     problem = training(model.graph, model.loss, site(fast_first=name != "gpt"))
     placement = strategy.run(problem)
-    check_kinds(problem, placement)
+    check_stage_devices(problem, placement)
     works = {"fast": 0, "slow": 0}
     for stage in placement.stages:
         works[problem.cluster.devices[stage.devices[0]].name] += len(stage.nodes)

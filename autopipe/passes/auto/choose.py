@@ -42,8 +42,8 @@ from autopipe.passes.auto.plan_cache import (
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
-from autopipe.passes.cost.loss_scores import compare_scores, may_be_short
-from autopipe.passes.cost.stage_work import holders_of, stage_work
+from autopipe.passes.cost.loss_scores import compare_scores, may_exceed_memory
+from autopipe.passes.cost.stage_work import first_shard_holders, stage_work
 from autopipe.passes.pipeline import (
     Observer,
     PlanResult,
@@ -135,7 +135,7 @@ def search_plans(
         # All candidates use one batch size, because steps with different batch sizes are not
         # comparable.
         search.request = request = replace(request, batch_size=problem.batch_size)
-        short = problem.train and may_be_short(problem)
+        short = problem.train and may_exceed_memory(problem)
         every = tuple(
             candidates(replace(request, mode=problem.mode), short and request.recompute is None)
         )
@@ -556,7 +556,7 @@ def _has_replicated_parameters(trial: CandidateTrial) -> bool:
     """True if several devices hold equal copies of a parameter or of a shard of it."""
     placed = trial.placed
     assert placed is not None, "a trial with a step has a placement"
-    holders = holders_of(stage_work(placed.problem, placed.placement))
+    holders = first_shard_holders(stage_work(placed.problem, placed.placement))
     return any(len(devices) > 1 for devices in holders.values())
 
 

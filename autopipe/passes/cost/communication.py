@@ -49,7 +49,7 @@ def message_seconds(link: Link, messages: Amount, size_bytes: Amount) -> Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CollectiveCost:
     """Seconds of a collective as a function of bytes: the minimum of several affine functions, one
     per algorithm.
     """
@@ -71,13 +71,13 @@ class Cost:
         return np.where(sizes > 0, best, 0.0)
 
 
-FREE = Cost((AffineTime(0.0, 0.0),))
+FREE = CollectiveCost((AffineTime(0.0, 0.0),))
 """The cost of a collective in a group of one device: 0 seconds."""
 
 
-def collective(
+def collective_cost(
     kind: str, cluster: Cluster, group: Sequence[int], concurrent: Sequence[int] = ()
-) -> Cost:
+) -> CollectiveCost:
     """Return the cost of an `all_reduce`, `all_gather` or `reduce_scatter` of the devices `group`,
     as a function of bytes.
 
@@ -91,27 +91,27 @@ def collective(
     members = tuple(sorted(set(group)))
     if len(members) < 2:
         return FREE
-    measured = _measured(cluster, kind, members)
+    measured = _measured_collective(cluster, kind, members)
     if measured is None and kind == "reduce_scatter":
         # The time of an all-gather also serves for a reduce-scatter that was not measured, because
         # a reduce-scatter moves equally many bytes in the opposite direction.
-        measured = _measured(cluster, "all_gather", members)
+        measured = _measured_collective(cluster, "all_gather", members)
     if measured is not None:
-        return Cost((measured,))
+        return CollectiveCost((measured,))
     first, _ = cluster.part(members[0])
     spans_groups = bool(cluster.groups) and cluster.part(members[-1])[0] != first
-    levels_of = _levels_among_groups if spans_groups else _levels
+    levels_of = _links_among_groups if spans_groups else _links_by_level
     slowest, levels = levels_of(cluster, members, concurrent)
-    ways = _ways(kind, [(len(members), slowest)])
-    return Cost((*ways, *(_ways(kind, levels) if len(levels) > 1 else ())))
+    ways = _algorithm_times(kind, [(len(members), slowest)])
+    return CollectiveCost((*ways, *(_algorithm_times(kind, levels) if len(levels) > 1 else ())))
 
 
 all_reduce, all_gather, reduce_scatter = (
-    partial(collective, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    partial(collective_cost, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
 )
 
 
-def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> AffineTime | None:
+def _measured_collective(cluster: Cluster, kind: str, group: Sequence[int]) -> AffineTime | None:
     """Return the time of a collective as a function of bytes, interpolated linearly between the
     measured numbers of ranks.
 
@@ -133,7 +133,7 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> AffineTime |
     return fits[below] * (1 - part) + fits[above] * part
 
 
-def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
+def _algorithm_times(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
     """Return, for each algorithm of a collective, its time as a function of bytes.
 
     `levels` contains (number of members, link) of each level of the cluster, innermost first. Over
@@ -147,7 +147,7 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
     gathers = [ring] if size & (size - 1) else [ring, AffineTime(rounds * link.latency_s, moved)]
     if outer:
         inside = [way + way for way in gathers] if kind == "all_reduce" else gathers
-        return [way + rest for way in inside for rest in _ways(kind, outer)]
+        return [way + rest for way in inside for rest in _algorithm_times(kind, outer)]
     if kind != "all_reduce":
         return gathers
     moved = 2 * (size - 1) / size / link.bandwidth_bytes_per_s
@@ -161,7 +161,7 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
     return [ring, tree, AffineTime(2 * rounds * link.latency_s, moved)]
 
 
-def _levels(
+def _links_by_level(
     cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
     """Return (slowest, levels) for a collective of the devices `members`.
@@ -186,7 +186,7 @@ def _levels(
         sharing = sum(each // span == here for each in others) / sum(
             each // span == here for each in own
         )
-        link = _shared(level.link, sharing)
+        link = _shared_link(level.link, sharing)
         parents = [group // level.size for group in groups]
         counts = set(Counter(parents).values())
         if max(counts) > 1:
@@ -198,11 +198,11 @@ def _levels(
     return slowest_of(crossed), found if is_even else []
 
 
-def _levels_among_groups(
+def _links_among_groups(
     cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """Return the result of `_levels` for members in several groups of the cluster, i.e. in several
-    parts that have nodes and links of their own.
+    """Return the result of `_links_by_level` for members in several groups of the cluster, i.e. in
+    several parts that have nodes and links of their own.
 
     There are two levels: one inside the groups, with the slowest link between members of one group,
     and one between the groups.
@@ -212,21 +212,21 @@ def _levels_among_groups(
         parts[cluster.part(member)[0]].append(member)
     first, own = next(iter(parts.items()))
     sharing = sum(cluster.part(device)[0] == first for device in set(concurrent)) / len(own)
-    outer = _shared(cluster.levels[0].link, sharing)
+    outer = _shared_link(cluster.levels[0].link, sharing)
     inner = [cluster.slowest_link(part) for part in parts.values() if len(part) > 1]
     if not inner or len({len(part) for part in parts.values()}) > 1:
         return slowest_of([*inner, outer]), []
     return slowest_of([*inner, outer]), [(len(own), slowest_of(inner)), (len(parts), outer)]
 
 
-def _shared(link: Link, sharing: float) -> Link:
+def _shared_link(link: Link, sharing: float) -> Link:
     """Return the link with its bandwidth divided by `sharing`, the number of collectives that use
     it at the same time; values below 1 count as 1.
     """
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1.0, sharing))
 
 
-def relayout_seconds(
+def redistribution_seconds(
     cluster: Cluster, devices: tuple[int, ...], step: Redistribution, width: float
 ) -> float:
     """Return the seconds of one redistribution of a tensor on the group `devices`; 0 for a slice.
@@ -239,21 +239,23 @@ def relayout_seconds(
     if step.source.is_partial:
         local_bytes = math.prod(step.source.local_shape()) * width
         return reduction_cost(cluster, devices, step.kind, step.over).seconds(local_bytes)
-    return moving_seconds(cluster, devices, step.source, step.result, width)
+    return transfer_seconds(cluster, devices, step.source, step.result, width)
 
 
 @lru_cache(maxsize=4096)
-def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: MeshAxes) -> Cost:
+def reduction_cost(
+    cluster: Cluster, devices: tuple[int, ...], kind: str, over: MeshAxes
+) -> CollectiveCost:
     """Return the cost of an `all_reduce` or `reduce_scatter` over the axes `over` of the device
     mesh of `devices`, as a function of the bytes on each device.
 
     These axes divide the mesh into groups. All groups run the collective at the same time.
     """
     group = tuple(devices[position] for position in group_members(over, 0))
-    return collective(kind, cluster, group, devices)
+    return collective_cost(kind, cluster, group, devices)
 
 
-def moving_seconds(
+def transfer_seconds(
     cluster: Cluster, devices: Sequence[int], source: Layout, target: Layout, width: float
 ) -> float:
     """Return the seconds to redistribute a tensor on the group `devices` from layout `source`,
@@ -263,7 +265,7 @@ def moving_seconds(
     """
     group = len(devices)
     total = 0.0
-    for size, line in moving_lines(cluster, tuple(devices)):
+    for size, line in transfer_times_by_level(cluster, tuple(devices)):
         have, need = (
             (layout_over_neighbours(layout, size) for layout in (source, target))
             if size > 1
@@ -275,7 +277,9 @@ def moving_seconds(
 
 
 @lru_cache(maxsize=4096)
-def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, AffineTime], ...]:
+def transfer_times_by_level(
+    cluster: Cluster, devices: tuple[int, ...]
+) -> tuple[tuple[int, AffineTime], ...]:
     """Return the pairs (neighbours, time) from which the seconds of a redistribution on the group
     `devices` follow: one pair per level of the cluster that connects devices, innermost first.
 
@@ -287,26 +291,26 @@ def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int,
     the time; neighbours would be in different units of a level; or the devices belong to several
     groups of the cluster. In the last two cases, the slowest link between any two devices counts.
     """
-    measured = _measured(cluster, "all_to_all", devices)
+    measured = _measured_collective(cluster, "all_to_all", devices)
     if measured is not None:
         ranks = len(set(devices))
         return ((1, AffineTime(measured.fixed_s, measured.per_byte_s * ranks / (ranks - 1))),)
     first, hierarchy = cluster.part(devices[0])
     if any(cluster.part(device)[0] != first for device in devices):
-        return ((1, _line(cluster.slowest_link(devices))),)
+        return ((1, _link_time(cluster.slowest_link(devices))),)
     found = []
     span = 1
     for level in hierarchy:
         nodes = [(device - first) // span for device in devices]
         count = len(devices) // len(set(nodes))
         if any(len(set(nodes[start : start + count])) > 1 for start in range(0, len(nodes), count)):
-            return ((1, _line(cluster.slowest_link(devices))),)
+            return ((1, _link_time(cluster.slowest_link(devices))),)
         if len({node // level.size for node in nodes}) < len(set(nodes)):
-            found.append((count, _line(level.link)))
+            found.append((count, _link_time(level.link)))
         span *= level.size
     return tuple(found)
 
 
-def _line(link: Link) -> AffineTime:
+def _link_time(link: Link) -> AffineTime:
     """Return the seconds of one message over `link` as a function of its bytes."""
     return AffineTime(link.latency_s, 1 / link.bandwidth_bytes_per_s)

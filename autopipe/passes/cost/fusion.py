@@ -19,7 +19,7 @@ from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.problem import NodeCost
 from autopipe.passes.analysis.gradients import differentiable_values, view_base
 from autopipe.passes.analysis.operators import element_bytes, op_instances
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 
 _KINDS = frozenset({"elementwise", "reduction", "normalization"})
 
@@ -49,7 +49,11 @@ def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
         if use.row.kind in _KINDS:
             fitting = (each for each in sources if max(elements) in sizes[each])
             chosen = next(
-                (each for each in fitting if not _depend(graph, sources, each, kernels, kernel_of)),
+                (
+                    each
+                    for each in fitting
+                    if not _depends_on_kernel(graph, sources, each, kernels, kernel_of)
+                ),
                 chosen,
             )
         if chosen == len(kernels):
@@ -74,7 +78,7 @@ def _producers(graph: Graph, index: int) -> Iterator[int]:
             yield producer
 
 
-def _depend(
+def _depends_on_kernel(
     graph: Graph,
     sources: Iterable[int],
     kernel: int,
@@ -103,7 +107,7 @@ def _depend(
     return False
 
 
-def fused(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeCost, ...]:
+def fused_work(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeCost, ...]:
     """Return the work of each node under `torch.compile`, given the nodes' work in eager mode.
 
     `work` may be that of any number of samples. The bytes of all nodes of a fused kernel are scaled
@@ -111,13 +115,13 @@ def fused(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeC
     moves. Each of n nodes of a kernel gets 1 / n of its launch. The host starts one operator per
     fused kernel, and no operator for a view.
     """
-    found = [_started(each, 0.0 if each.kind == "view" else each.operators) for each in work]
+    found = [_with_operators(each, 0.0 if each.kind == "view" else each.operators) for each in work]
     for group, (forward, backward) in zip(
-        fused_groups(graph), _moved(graph, precision), strict=True
+        fused_groups(graph), _moved_fractions(graph, precision), strict=True
     ):
         for index in group:
             found[index] = replace(
-                _started(work[index], 1 / len(group)),
+                _with_operators(work[index], 1 / len(group)),
                 forward_bytes=work[index].forward_bytes * forward,
                 backward_bytes=work[index].backward_bytes * backward,
                 launches=1 / len(group),
@@ -125,7 +129,7 @@ def fused(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeC
     return tuple(found)
 
 
-def _started(work: NodeCost, operators: float) -> NodeCost:
+def _with_operators(work: NodeCost, operators: float) -> NodeCost:
     """Return the work with `operators` as the number of operators that the host starts in forward,
     and with the number in backward scaled by the same factor.
     """
@@ -134,11 +138,11 @@ def _started(work: NodeCost, operators: float) -> NodeCost:
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
+def _moved_fractions(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
     """Return (forward, backward) of each fused kernel: the bytes that the kernel moves, divided by
     the bytes that its nodes move in eager mode; at most 1.
     """
-    work = annotate(graph, precision)
+    work = roofline_costs(graph, precision)
     gradient = differentiable_values(graph)
     widths = element_bytes(graph, precision)
     readers: dict[str, set[int]] = {}
@@ -148,7 +152,7 @@ def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
                 readers.setdefault(view_base(graph, name), set()).add(index)
     wanted = {view_base(graph, name) for name in graph.outputs}
 
-    def size(names: Iterable[str]) -> float:
+    def total_bytes(names: Iterable[str]) -> float:
         return float(sum(graph.type_of(name).elements * widths[name] for name in names))
 
     found = []
@@ -160,7 +164,10 @@ def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
         given = {
             name for name in own if name in wanted or not readers.get(name, set()) <= set(group)
         }
-        passes = size(read) + size(given), size(read) + size((read | given) & gradient)
+        passes = (
+            total_bytes(read) + total_bytes(given),
+            total_bytes(read) + total_bytes((read | given) & gradient),
+        )
         eager = (
             sum(getattr(work[index], f"{way}_bytes") for index in group)
             for way in ("forward", "backward")

@@ -28,7 +28,7 @@ of messages and collectives that exist only with several devices.
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _VariantCost:
     """The cost of one variant for one micro-batch on one device.
 
     seconds: forward, and in training backward, of the nodes that only this variant has, averaged
@@ -47,14 +47,16 @@ def compare_scores(problem: Problem, other: Graph, choice: Scores) -> LossScores
     The problem's graph is the variant `choice`; `other` is the other variant of this graph.
     """
     work = costed_work(other, problem.precision, problem.cluster, problem.costs, problem.compiled)
-    own = _form(problem, problem.graph, problem.work, other)
-    others = _form(problem, other, work, problem.graph)
+    own = _variant_cost(problem, problem.graph, problem.work, other)
+    others = _variant_cost(problem, other, work, problem.graph)
     keep, recompute = (own, others) if choice == "keep" else (others, own)
     saved = max(0, keep.saved_bytes - recompute.saved_bytes) if problem.train else 0
     return LossScores(choice, keep.seconds, recompute.seconds, saved)
 
 
-def _form(problem: Problem, graph: Graph, work: Sequence[NodeCost], other: Graph) -> _Form:
+def _variant_cost(
+    problem: Problem, graph: Graph, work: Sequence[NodeCost], other: Graph
+) -> _VariantCost:
     """Return the cost of the variant `graph`, whose nodes have the costs `work`. `other` is the
     graph of the other variant.
     """
@@ -68,10 +70,10 @@ def _form(problem: Problem, graph: Graph, work: Sequence[NodeCost], other: Graph
     for device in problem.cluster.kinds:
         forward, backward = node_seconds(own, device, problem.precision)
         seconds.append(float(forward.sum()) + (float(backward.sum()) if problem.train else 0.0))
-    return _Form(sum(seconds) / len(seconds), sum(each.kept_bytes for each in work))
+    return _VariantCost(sum(seconds) / len(seconds), sum(each.kept_bytes for each in work))
 
 
-def may_be_short(problem: Problem) -> bool:
+def may_exceed_memory(problem: Problem) -> bool:
     """True if a placement of the problem might exceed the memory of a device.
 
     False if `_MARGIN` times the bytes that one device needs for the whole model fit into the memory

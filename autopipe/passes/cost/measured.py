@@ -41,8 +41,8 @@ from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.operators import bias_additions, op_instances
 from autopipe.passes.analysis.resharding import node_layouts
-from autopipe.passes.cost.fusion import fused
-from autopipe.passes.cost.roofline import annotate, node_seconds
+from autopipe.passes.cost.fusion import fused_work
+from autopipe.passes.cost.roofline import node_seconds, roofline_costs
 
 Splits = tuple[Split, ...]
 
@@ -67,10 +67,14 @@ class Operations:
     def key(self, index: int) -> Hashable:
         """Return a key of node `index`. Nodes with equal keys have equal operations."""
         addition = self.additions.get(index)
-        more = None if addition is None else (id(self.uses[addition]), self._flowing(addition))
-        return id(self.uses[index]), self._flowing(index), more
+        more = (
+            None
+            if addition is None
+            else (id(self.uses[addition]), self._gradient_operands(addition))
+        )
+        return id(self.uses[index]), self._gradient_operands(index), more
 
-    def cuts(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
+    def measurable_splits(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
         """Yield the splits of node `index` along one axis, with a degree of `degrees`, under which
         each device computes its part of the node without communication. The partial sums of a split
         sum are not reduced here.
@@ -95,9 +99,9 @@ class Operations:
         """Return the operation that one device computes for node `index` under `splits`; () is the
         full node. If the node's call also adds a bias, the operation includes the addition.
         """
-        own = self._local(index, splits)
-        operation = operation_of(own, self._flowing(index), self.precision)
-        bias = self._bias(index, splits, own)
+        own = self._local_signature(index, splits)
+        operation = operation_of(own, self._gradient_operands(index), self.precision)
+        bias = self._bias_addition(index, splits, own)
         if bias is None:
             return operation
         addition, place = bias
@@ -114,8 +118,8 @@ class Operations:
         `splits`. `work` is the work of the full node.
         """
         share = 1.0 / splits[0].degree if splits else 1.0
-        own = self._local(index, splits)
-        bias = self._bias(index, splits, own)
+        own = self._local_signature(index, splits)
+        bias = self._bias_addition(index, splits, own)
         signatures = (own,) if bias is None else (own, bias[0])
         read = [name for each in signatures for name in each.node.inputs]
         operands = {value.name: value for value in own.operands if value is not None}
@@ -140,7 +144,7 @@ class Operations:
             moved_bytes=(work.forward_bytes * share, work.backward_bytes * share),
         )
 
-    def _flowing(self, index: int) -> tuple[int, ...]:
+    def _gradient_operands(self, index: int) -> tuple[int, ...]:
         """Return the positions of the operands whose gradients the backward of node `index`
         computes.
         """
@@ -149,7 +153,7 @@ class Operations:
             return ()
         return tuple(place for place, name in enumerate(node.inputs) if name in self._gradients)
 
-    def _local(self, index: int, splits: Splits) -> Signature:
+    def _local_signature(self, index: int, splits: Splits) -> Signature:
         """Return the operator of node `index` with the types and shapes of one device's operands
         and results under `splits`.
         """
@@ -171,7 +175,9 @@ class Operations:
         )
         return signature.sharded(operands, results)
 
-    def _bias(self, index: int, splits: Splits, product: Signature) -> tuple[Signature, int] | None:
+    def _bias_addition(
+        self, index: int, splits: Splits, product: Signature
+    ) -> tuple[Signature, int] | None:
         """Return (addition, position): the addition of a bias that runs in the call of node
         `index`, and the position of the bias among the operands of the addition.
 
@@ -212,11 +218,12 @@ def costed_work(
 
     Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
-    work = annotate(graph, precision, min_cuda_capability(cluster))
+    work = roofline_costs(graph, precision, min_cuda_capability(cluster))
     if costs is None:
-        return fused(graph, precision, work) if compiled else work
+        return fused_work(graph, precision, work) if compiled else work
     lookups = [
-        _Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds
+        _MeasuredTimes(device, _device_costs(costs, cluster, device), precision)
+        for device in cluster.kinds
     ]
     degrees = range(2, min(cluster.size, _MAX_MEASURED_DEGREE) + 1)
     operations = Operations(graph, precision)
@@ -228,7 +235,7 @@ def costed_work(
         key = operations.key(index), None if product is None else operations.key(product)
         if key not in known:
             place = index if product is None else product
-            cuts = [(), *operations.cuts(place, degrees)]
+            cuts = [(), *operations.measurable_splits(place, degrees)]
             shares = [
                 (1 / (cut[0].degree if cut else 1), operations.operation(place, cut))
                 for cut in cuts
@@ -249,7 +256,7 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
     Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
-    own = {device: _found(costs, cluster, device) for device in cluster.kinds}
+    own = {device: _device_costs(costs, cluster, device) for device in cluster.kinds}
     kinds = {}
     for device, found in own.items():
         messages = {
@@ -269,7 +276,9 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
         )
     devices = tuple(kinds[device] for device in cluster.devices)
 
-    def measured(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
+    def with_measured_link(
+        levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]
+    ) -> tuple[Level, ...]:
         """Return `levels` with the measured latency and bandwidth of messages at the innermost
         level; unchanged if `exchanges` contains no such measurement.
         """
@@ -283,18 +292,23 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
     if not cluster.groups:
         exchanges = next((each.exchanges for each in own.values() if each.exchanges), ())
-        return replace(cluster, devices=devices, levels=measured(cluster.levels, exchanges))
+        return replace(
+            cluster, devices=devices, levels=with_measured_link(cluster.levels, exchanges)
+        )
     groups = []
     first = 0
     for group in cluster.groups:
         groups.append(
-            replace(group, levels=measured(group.levels, own[cluster.devices[first]].exchanges))
+            replace(
+                group,
+                levels=with_measured_link(group.levels, own[cluster.devices[first]].exchanges),
+            )
         )
         first += group.size
     return replace(cluster, devices=devices, groups=tuple(groups))
 
 
-def coverage(problem: Problem) -> CostCoverage | None:
+def cost_coverage(problem: Problem) -> CostCoverage | None:
     """Return how many nodes have measured times on all device types, and how many have extrapolated
     times; None if the problem has no measured costs.
     """
@@ -304,7 +318,7 @@ def coverage(problem: Problem) -> CostCoverage | None:
     return CostCoverage(known, len(problem.work) - known)
 
 
-def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
+def _device_costs(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
     """Return the measured costs of the device type `device`. Raises ConfigurationError if there are
     none.
     """
@@ -321,7 +335,7 @@ def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
     return found
 
 
-class _Lookup:
+class _MeasuredTimes:
     """Measured times of operations on one device type, and the ratios of measured time to the time
     of the roofline model.
     """
@@ -339,7 +353,7 @@ class _Lookup:
         self.backward = {
             each.operation: each.backward.seconds for each in costs.operations if each.backward
         }
-        self.scales = _scales(entries, device, precision)
+        self.scales = _roofline_ratios(entries, device, precision)
         views = [each for each in entries if each.kind == "view"]
         forward = [each.forward.seconds for each in views]
         backward = [each.backward.seconds for each in views if each.backward]
@@ -414,7 +428,7 @@ class _Lookup:
         )
 
 
-def _scales(
+def _roofline_ratios(
     entries: Sequence[OperationCost], device: Device, precision: str
 ) -> dict[str, tuple[float, float]]:
     """Return the ratios (forward, backward) of measured to roofline time by operator, by class of
@@ -446,7 +460,7 @@ def _scales(
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def resized(problem: Problem, size: int) -> Problem:
+def with_micro_batch_size(problem: Problem, size: int) -> Problem:
     """Return the problem with micro-batches of `size` samples and an unchanged global batch.
 
     Nodes keep their indices. Raises ConfigurationError if `size` does not divide the micro-batch

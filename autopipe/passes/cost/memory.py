@@ -33,7 +33,7 @@ from autopipe.passes.analysis.gradients import (
 from autopipe.passes.analysis.operators import element_bytes, low_precision_copies
 from autopipe.passes.analysis.recompute import make_segmenter
 from autopipe.passes.analysis.training import matrix_parameters
-from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
+from autopipe.passes.cost.stage_work import StageNode, StageWork, first_shard_holders, stage_work
 
 OPTIMIZER_STATE_BYTES = 4
 """Bytes per element of optimizer state, which is stored in fp32."""
@@ -41,7 +41,7 @@ _ALONE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ParameterState:
     """Parameters, gradients and optimizer state on one device, which stay allocated during all
     steps: their bytes and their numbers of tensors.
     """
@@ -75,22 +75,22 @@ class State:
         )
 
 
-def state_of(
+def parameter_state(
     problem: Problem,
     parts: Iterable[tuple[str, int]],
     copies: Mapping[str, int] = _ALONE,
-    read_again: Container[str] | None = None,
-) -> State:
+    recast: Container[str] | None = None,
+) -> ParameterState:
     """Return the state of the parameters in `parts` on one device.
 
     parts: pairs (name, number of shards into which a group of devices divides the parameter).
     copies: number of devices that hold an equal shard, by name; 1 for other names. A sharded
     optimizer divides the optimizer state among these devices.
-    read_again: parameters whose 16-bit copies each forward creates again, because their stages
+    recast: parameters whose 16-bit copies each forward creates again, because their stages
     recompute. If None, these are all parameters if all stages recompute, and none otherwise.
     """
     own = low = cast = gradients = optimizer = tensors = updated = updates = in_shares = 0
-    figures = _figures(problem.graph, problem.precision)
+    figures = _parameter_facts(problem.graph, problem.precision)
     train = problem.train
     shard = problem.optimizer.shard
     for name, count in parts:
@@ -101,7 +101,7 @@ def state_of(
         own += size
         if not train:
             continue
-        if problem.recomputes_all if read_again is None else name in read_again:
+        if problem.recomputes_all if recast is None else name in recast:
             cast += copy // count
         else:
             low += copy // count
@@ -117,7 +117,7 @@ def state_of(
             updated += -(-size // holders)
             updates += holders == 1
             in_shares += size * (holders > 1)
-    return State(
+    return ParameterState(
         own,
         gradients,
         optimizer,
@@ -130,7 +130,7 @@ def state_of(
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
+def _parameter_facts(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
     """Return, for each parameter by name, (bytes, number of elements, True if it is trained, True
     if Muon would update it as a matrix, bytes of its 16-bit copy or 0 if it has none).
     """
@@ -153,8 +153,8 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     A parameter that several stages of a device hold counts once, with its largest shard.
     """
     works = stage_work(problem, placement)
-    copies = {name: len(devices) for name, devices in holders_of(works).items()}
-    again = read_again(works)
+    copies = {name: len(devices) for name, devices in first_shard_holders(works).items()}
+    again = recast_parameters(works)
     on_device: list[tuple[int, ...]] = [()] * problem.cluster.size
     for index, work in enumerate(works):
         for device in work.stage.devices:
@@ -164,11 +164,11 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
         held: dict[str, int] = {}
         for name, parts in (each for index in stages for each in works[index].parameter_parts):
             held[name] = min(parts, held.get(name, parts))
-        totals[stages] = state_of(problem, held.items(), copies, again).total
+        totals[stages] = parameter_state(problem, held.items(), copies, again).total
     return tuple(totals[stages] for stages in on_device)
 
 
-def read_again(works: Iterable[StageWork]) -> frozenset[str]:
+def recast_parameters(works: Iterable[StageWork]) -> frozenset[str]:
     """Return the names of the parameters whose 16-bit copies each forward creates again: those of
     training stages that recompute and do not keep the copies. Empty in inference.
     """
@@ -194,7 +194,7 @@ def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str,
     return found
 
 
-def waiting_bytes(work: StageWork) -> int:
+def weight_gradient_bytes(work: StageWork) -> int:
     """Return the bytes on one device that the weight-gradient task of one micro-batch reads. This
     task is the second half of a split backward. It reads the tensors that its operators saved in
     forward, and the gradients of their results.
@@ -215,7 +215,7 @@ def waiting_bytes(work: StageWork) -> int:
     return sum(saved_bytes(work.problem, nodes).values()) + gradients
 
 
-def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
+def recomputation_bytes(work: StageWork, held: int) -> tuple[int, int]:
     """Return (saved, peak) bytes on one device of a stage that recomputes in segments. A segment is
     a run of consecutive nodes whose forward is repeated together right before their backward.
 
@@ -228,7 +228,7 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     """
     graph = work.problem.graph
     precision = work.problem.precision
-    figures = _figures(graph, precision)
+    figures = _parameter_facts(graph, precision)
     parts = dict(work.parameter_parts)
     kept = saved_tensors(graph, precision, min_cuda_capability(work.problem.cluster))
     widths = element_bytes(graph, precision)
@@ -276,7 +276,7 @@ def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, in
     return received, sent
 
 
-def argument_bytes(work: StageWork) -> int:
+def received_value_bytes(work: StageWork) -> int:
     """Return the bytes on one device of the values that the stage receives for one micro-batch, in
     their types in the graph. Their messages can have narrower types.
     """
@@ -316,7 +316,7 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
         else 0
     )
     scores *= 2 if beside is None or beside.kept else 4
-    scratch = _scratch(problem, each)
+    scratch = _node_scratch(problem, each)
     return (
         sum(each.written_bytes(widths).values())
         + operands
@@ -326,14 +326,14 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
     )
 
 
-def _scratch(problem: Problem, each: StageNode) -> Workspace:
+def _node_scratch(problem: Problem, each: StageNode) -> Workspace:
     """Return the bytes of a node's temporary tensors on one device of its stage."""
     return workspace_of(
         problem.graph, problem.precision, each.index, each.use, each.sharing.degrees
     )
 
 
-def live_bytes(work: StageWork) -> int:
+def peak_value_bytes(work: StageWork) -> int:
     """Return the peak bytes on one device of the values of one micro-batch during a forward in
     inference, which frees each value after its last use.
     """
@@ -360,7 +360,7 @@ def live_bytes(work: StageWork) -> int:
             written = each.written_bytes(widths)
             sizes |= written
             used += sum(written.values())
-            most = max(most, used + _scratch(work.problem, each).samples)
+            most = max(most, used + _node_scratch(work.problem, each).samples)
         used -= sum(sizes.pop(name, 0) for name in ends[position])
     return most
 
@@ -422,7 +422,7 @@ def fitting_micro_batches(
     return np.where(free_bytes < 0, 0.0, np.minimum(counts, most))
 
 
-def table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
+def graphpipe_table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
     """Return the samples in flight at a stage by Table 2 of GraphPipe, for one successor.
 
     In its steady state, the stage runs `k` forwards, then `k` backwards, of micro-batches of `size`
@@ -453,7 +453,7 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
 
         max(table_2, next_in_flight + k * size - gcd(k * size, next_k * next_size))
 
-    rounded up to a multiple of `size`. The parameters are those of `table_2`.
+    rounded up to a multiple of `size`. The parameters are those of `graphpipe_table_2`.
 
     The second term prevents a deadlock: the successor runs `next_k` backwards only after `next_k`
     forwards. If neither of k * size and next_k * next_size divides the other, the number of Table 2
@@ -461,11 +461,11 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
     """
     together = math.gcd(k * size, next_k * next_size)
     least = next_in_flight + k * size - together
-    most = max(least, table_2(k, size, next_k, next_size, next_in_flight))
+    most = max(least, graphpipe_table_2(k, size, next_k, next_size, next_in_flight))
     return -(-most // size) * size
 
 
-def stages_in_flight(
+def in_flight_samples_by_stage(
     ks: Sequence[int], sizes: Sequence[int], edges: Iterable[tuple[int, int]]
 ) -> tuple[int, ...]:
     """Return the samples in flight at each stage of a kFkB schedule: the maximum of

@@ -18,7 +18,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import low_precision_copies
-from autopipe.passes.cost.memory import stages_in_flight, state_of, static_memory
+from autopipe.passes.cost.memory import in_flight_samples_by_stage, parameter_state, static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
 
 
@@ -28,7 +28,7 @@ def check_operators(problem: Problem) -> None:
         raise InfeasibleError("the model has no operators, expected at least one")
 
 
-def check_state(problem: Problem, devices: int, parts: int) -> None:
+def check_state_fits(problem: Problem, devices: int, parts: int) -> None:
     """Raise OutOfMemoryError if a single stage on `devices` devices cannot hold the parameters of
     the model with their gradients and optimizer state.
 
@@ -37,15 +37,15 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
     """
     names = [each.value.name for each in problem.graph.parameters]
     copies = dict.fromkeys(names, max(1, devices // parts))
-    least = state_of(problem, ((name, parts) for name in names), copies, read_again=names).total
+    least = parameter_state(problem, ((name, parts) for name in names), copies, recast=names).total
     if least > problem.memory_of(0):
         shared = f", sharded over {parts} {plural(parts, 'device')}" if parts > 1 else ""
-        raise out_of_memory(
+        raise out_of_memory_error(
             problem, [0], 1, 0, least, detail=f"for parameters and their state alone{shared}"
         )
 
 
-def check_least(problem: Problem, least: float, stages: list[int], count: int) -> None:
+def check_memory_bound(problem: Problem, least: float, stages: list[int], count: int) -> None:
     """Raise OutOfMemoryError if `least` bytes exceed the memory of every device.
 
     `least` is a lower bound on the bytes that the stages with indices `stages`, of `count` stages
@@ -53,10 +53,10 @@ def check_least(problem: Problem, least: float, stages: list[int], count: int) -
     """
     device = max(range(problem.cluster.size), key=problem.memory_of)
     if least > problem.memory_of(device):
-        raise out_of_memory(problem, stages, count, device, least, least=True)
+        raise out_of_memory_error(problem, stages, count, device, least, least=True)
 
 
-def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
+def micro_batches_in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Return the number of micro-batches in flight at each stage under 1F1B: their forward has run
     and their backward has not. It is 1 in inference.
 
@@ -68,14 +68,14 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
         return (1,) * len(placement.stages)
     graph = StageGraph.of(problem, placement)
     sizes = [stage.micro_batch_size for stage in placement.stages]
-    samples = stages_in_flight((1,) * len(sizes), sizes, graph.edges)
+    samples = in_flight_samples_by_stage((1,) * len(sizes), sizes, graph.edges)
     own = (len(graph.micro_batches_of(stage, problem.micro_batches)) for stage in range(len(sizes)))
     return tuple(
         min(each // size, count) for each, size, count in zip(samples, sizes, own, strict=True)
     )
 
 
-def without_copies(placement: Placement) -> Placement:
+def without_16_bit_copies(placement: Placement) -> Placement:
     """Return the placement changed so that stages that recompute do not keep 16-bit copies of their
     parameters during a step.
     """
@@ -84,7 +84,7 @@ def without_copies(placement: Placement) -> Placement:
     )
 
 
-def with_copies(problem: Problem, placement: Placement) -> Placement:
+def with_16_bit_copies(problem: Problem, placement: Placement) -> Placement:
     """Return the placement changed so that a stage that recomputes keeps the 16-bit copies of its
     parameters during a step, if the memory of all its devices suffices. Other stages that recompute
     create the copies again in each forward.
@@ -96,7 +96,7 @@ def with_copies(problem: Problem, placement: Placement) -> Placement:
         placement,
         stages=tuple(replace(each, holds_copies=each.recompute) for each in placement.stages),
     )
-    plain = without_copies(placement)
+    plain = without_16_bit_copies(placement)
     if (
         not problem.train
         or not low_precision_copies(problem.graph, problem.precision)
@@ -105,7 +105,7 @@ def with_copies(problem: Problem, placement: Placement) -> Placement:
         return plain
     used: defaultdict[int, int] = defaultdict(int)
     costs = stage_costs(problem, holding)
-    counts = in_flight(problem, holding)
+    counts = micro_batches_in_flight(problem, holding)
     for stage, cost, count in zip(holding.stages, costs, counts, strict=True):
         for device in stage.devices:
             used[device] += cost.memory_bytes(
@@ -119,7 +119,7 @@ def with_copies(problem: Problem, placement: Placement) -> Placement:
     )
 
 
-def fitted(problem: Problem, placement: Placement) -> Placement:
+def with_required_recomputation(problem: Problem, placement: Placement) -> Placement:
     """Return the placement with recomputation enabled in the stages that need it to fit into
     memory.
 
@@ -132,7 +132,7 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
     this schedule needs.
     """
 
-    def overfull(used: Sequence[int]) -> list[int]:
+    def overfull_devices(used: Sequence[int]) -> list[int]:
         """Return the devices whose memory is smaller than their entry of `used`, in bytes."""
         return [device for device, need in enumerate(used) if need > problem.memory_of(device)]
 
@@ -144,12 +144,12 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
         # this stage for each device that exceeds its memory, among stages that do not recompute.
         kept = [
             cost.kept_bytes * count
-            for cost, count in zip(costs, in_flight(problem, placement), strict=True)
+            for cost, count in zip(costs, micro_batches_in_flight(problem, placement), strict=True)
         ]
         plain = [index for index, stage in enumerate(placement.stages) if not stage.recompute]
         choices = (
             [index for index in plain if device in placement.stages[index].devices]
-            for device in overfull(device_memory(problem, placement, costs))
+            for device in overfull_devices(device_memory(problem, placement, costs))
         )
         relieved = {max(choice, key=lambda index: kept[index]) for choice in choices if choice}
         if not relieved:
@@ -160,15 +160,15 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
                 for index, stage in enumerate(placement.stages)
             )
         )
-    least = least_memory(problem, placement, costs)
-    if too_full := overfull(least):
+    least = minimum_device_memory(problem, placement, costs)
+    if too_full := overfull_devices(least):
         worst = max(too_full, key=lambda device: least[device] - problem.memory_of(device))
         stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
-        raise out_of_memory(problem, stages, len(placement.stages), worst, least[worst])
+        raise out_of_memory_error(problem, stages, len(placement.stages), worst, least[worst])
     return placement
 
 
-def least_memory(
+def minimum_device_memory(
     problem: Problem, placement: Placement, costs: tuple[StageCost, ...]
 ) -> tuple[int, ...]:
     """Return, for each device of the cluster, a lower bound on its peak bytes under any schedule.
@@ -202,7 +202,7 @@ def device_memory(
     used = list(static_memory(problem, placement))
     passing = [0] * len(used)
     for stage, cost, count in zip(
-        placement.stages, costs, in_flight(problem, placement), strict=True
+        placement.stages, costs, micro_batches_in_flight(problem, placement), strict=True
     ):
         for device in stage.devices:
             used[device] += cost.buffer_bytes + cost.kept_bytes * count
@@ -210,7 +210,7 @@ def device_memory(
     return tuple(held + most for held, most in zip(used, passing, strict=True))
 
 
-def out_of_memory(
+def out_of_memory_error(
     problem: Problem,
     stages: list[int],
     count: int,
@@ -256,7 +256,7 @@ def size_text(count: float) -> str:
     return f"{count:.0f} {plural(count, 'byte')}"
 
 
-def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
+def equal_device_ranges(cluster: Cluster) -> tuple[range, ...]:
     """Return the longest ranges of consecutive devices of one type, in ascending order. A stage may
     use any devices of one range.
 
@@ -269,7 +269,7 @@ def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
     return tuple(range(first, end) for first, end in itertools.pairwise(ends))
 
 
-def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
+def describe_device_types(cluster: Cluster, devices: Iterable[int]) -> str:
     """Return how many of `devices` have each device type, as text, for example
     `8 A100-SXM4-80GB and 8 V100-SXM2-32GB`.
     """
@@ -277,7 +277,7 @@ def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
     return " and ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def may_share(problem: Problem, devices: Sequence[int]) -> bool:
+def may_share_stage(problem: Problem, devices: Sequence[int]) -> bool:
     """True if one stage may use all of `devices`: they have one type, the cluster permits stages on
     mixed types, or a constraint of the user names exactly these devices.
     """
@@ -292,31 +292,33 @@ def may_share(problem: Problem, devices: Sequence[int]) -> bool:
     return any(set(each) == set(devices) for each in groups)
 
 
-def check_one_kind(problem: Problem, strategy: str) -> None:
+def check_single_stage_devices(problem: Problem, strategy: str) -> None:
     """Raise InfeasibleError if one stage may not use all devices of the cluster together, because
     they have different types and neither the cluster nor a constraint permits such a stage.
 
     `strategy` is the name of the strategy, for the message.
     """
-    _check_kinds(problem, range(problem.cluster.size), f"{strategy} would put one stage on devices")
+    _check_may_share_stage(
+        problem, range(problem.cluster.size), f"{strategy} would put one stage on devices"
+    )
 
 
-def check_kinds(problem: Problem, placement: Placement) -> None:
+def check_stage_devices(problem: Problem, placement: Placement) -> None:
     """Raise InfeasibleError if a stage of `placement` uses devices of different types and neither
     the cluster nor a constraint permits it.
     """
-    if len(equal_device_runs(problem.cluster)) > 1:
+    if len(equal_device_ranges(problem.cluster)) > 1:
         for index, stage in enumerate(placement.stages):
-            _check_kinds(problem, stage.devices, f"stage {index} would have devices")
+            _check_may_share_stage(problem, stage.devices, f"stage {index} would have devices")
 
 
-def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
-    """Raise InfeasibleError unless one stage may use all of `devices` (`may_share`). `who` is the
-    start of the message, up to the word "devices".
+def _check_may_share_stage(problem: Problem, devices: Sequence[int], who: str) -> None:
+    """Raise InfeasibleError unless one stage may use all of `devices` (`may_share_stage`). `who` is
+    the start of the message, up to the word "devices".
     """
-    if not may_share(problem, devices):
+    if not may_share_stage(problem, devices):
         raise InfeasibleError(
-            f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",
+            f"{who} of different kinds: {describe_device_types(problem.cluster, devices)}",
             hint="set cluster.allow_mixed_stages to true, or use a strategy that creates "
             "stages: pipedream, graphpipe, tepdist or grid",
         )

@@ -29,15 +29,15 @@ from autopipe.passes.analysis.chain import (
 )
 from autopipe.passes.analysis.gradients import saved_tensors, sent_bytes, workspace_of
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
-from autopipe.passes.cost.communication import Cost, message_seconds
-from autopipe.passes.cost.memory import MemoryParts, State, state_of
+from autopipe.passes.cost.communication import CollectiveCost, message_seconds
+from autopipe.passes.cost.memory import MemoryParts, ParameterState, parameter_state
 from autopipe.passes.cost.roofline import (
     mean_accumulate_seconds,
     node_seconds,
-    task_seconds,
+    task_overhead_seconds,
     update_seconds,
 )
-from autopipe.passes.cost.stage_work import updated_part
+from autopipe.passes.cost.stage_work import updated_fraction
 
 _Item = TypeVar("_Item")
 _Sized = tuple[list[int], float]
@@ -81,7 +81,7 @@ class RangeBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class RangeTables:
     """Costs of all ranges of a chain. Each matrix is indexed by [first block, block after the
     last].
     """
@@ -156,7 +156,7 @@ class Tables:
             [not samples.divides(node, degree) for node in range(len(shares))], dtype=float
         )
         forbidden = self.infinite_with(uneven)
-        starts = task_seconds(device)
+        starts = task_overhead_seconds(device)
         return (
             range_sums(self.chain.by_block(forward)) + starts[0] + forbidden,
             range_sums(self.chain.by_block(backward)) + starts[1] * self.problem.train + forbidden,
@@ -174,18 +174,23 @@ class Tables:
         """
         return mean_accumulate_seconds(device, self.gradients, micro_batches, tensors=0)
 
-    def step_end_seconds(self, degree: int, device: Device, reduce: Cost) -> Matrix:
+    def step_end_seconds(self, degree: int, device: Device, reduce: CollectiveCost) -> Matrix:
         """Return the seconds per step of the gradient reduction among `degree` replicas and of the
         optimizer's update. `reduce` is the cost of the reduction as a function of bytes.
         """
-        updated = self.gradients * updated_part(self.problem, degree)
+        updated = self.gradients * updated_fraction(self.problem, degree)
         states = self.problem.optimizer.states
         return reduce.seconds_each(self.gradients) + update_seconds(
             device, updated, states, tensors=0
         )
 
     def overhead(
-        self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost
+        self,
+        degree: int,
+        device: Device,
+        before: Link | None,
+        after: Link | None,
+        reduce: CollectiveCost,
     ) -> Matrix:
         """Return the seconds per micro-batch that a stage spends on other work than its nodes:
         messages and, in training, the accumulation of gradients, and the gradient reduction and the
@@ -211,7 +216,7 @@ class Tables:
         """Return the bytes of parameters, gradients and optimizer state on each of `degree`
         replicas, without 16-bit copies of parameters.
         """
-        found: Matrix = self.state + self.optimizer * updated_part(self.problem, degree)
+        found: Matrix = self.state + self.optimizer * updated_fraction(self.problem, degree)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
@@ -230,7 +235,9 @@ class Tables:
         return parts.needed(self.problem, recompute)
 
 
-def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
+def make_range_tables(
+    problem: Problem, chain: Chain, samples: SampleAxes | None = None
+) -> RangeTables:
     """Return the tables of the costs of all ranges of `chain`. `samples` are the batch axes of the
     problem's graph; if None, they are computed.
     """
@@ -243,7 +250,7 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         for name, block, readers in values_between_blocks(graph, block_of)
     ]
     counts = [(block, readers, 1.0) for _, (block, readers, _) in messages]
-    return Tables(
+    return RangeTables(
         problem,
         chain,
         samples,
@@ -251,8 +258,8 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         sent=RangeBytes.of(outgoing_sums, chain, messages),
         arriving=incoming_sums(chain.blocks, counts),
         leaving=outgoing_sums(chain.blocks, counts),
-        kept=RangeBytes.of(distinct_sums, chain, _kept(problem, block_of, samples)),
-        workspace=_workspace(problem, chain, samples),
+        kept=RangeBytes.of(distinct_sums, chain, _saved_tensors(problem, block_of, samples)),
+        workspace=_workspace_by_range(problem, chain, samples),
         state=state_sums(
             problem,
             chain,
@@ -270,7 +277,7 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
     )
 
 
-def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> Matrix:
+def state_sums(problem: Problem, chain: Chain, size: Callable[[ParameterState], int]) -> Matrix:
     """Return the matrix that contains, for each range, the sum of `size(state)` in bytes over the
     parameters that the range reads. `state` is the unsharded state of one parameter. A parameter
     that several blocks of a range read counts once.
@@ -279,11 +286,11 @@ def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> 
     items = []
     for name in (each.value.name for each in problem.graph.parameters):
         blocks = sorted({int(chain.block_of[node]) for node in readers.get(name, ())})
-        items.append((blocks, float(size(state_of(problem, ((name, 1),))))))
+        items.append((blocks, float(size(parameter_state(problem, ((name, 1),))))))
     return distinct_sums(chain.blocks, items)
 
 
-def _kept(
+def _saved_tensors(
     problem: Problem, block_of: Mapping[int, int], samples: SampleAxes
 ) -> list[tuple[bool, _Sized]]:
     """Return (True if replicas divide the tensor, (blocks that save the tensor in ascending order,
@@ -301,7 +308,7 @@ def _kept(
     return [(cut, (sorted(blocks[key]), size)) for key, (cut, size) in facts.items()]
 
 
-def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> RangeBytes:
+def _workspace_by_range(problem: Problem, chain: Chain, samples: SampleAxes) -> RangeBytes:
     """Return the peak bytes of temporary tensors of each range: the maximum over its nodes of the
     bytes of the node's operands, results and further temporary tensors. Operands that no node
     computes do not count.

@@ -121,7 +121,7 @@ def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, flo
     return peak * fraction, device.bandwidth_bytes_per_s * fraction, device.launch_latency_s
 
 
-def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
+def mean_node_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
     """Return (forward, backward): the seconds of each unsplit node for one micro-batch, averaged
     over the device types of the cluster.
 
@@ -178,7 +178,7 @@ def accumulate_seconds(device: Device, gradient_bytes: Bytes, tensors: int = 1) 
     measured task times.
     """
     starts = 0.0 if device.tasks is None else device.tasks.accumulate.per_tensor_s * tensors
-    return starts + accumulate_per_byte(device) * gradient_bytes
+    return starts + accumulate_seconds_per_byte(device) * gradient_bytes
 
 
 def mean_accumulate_seconds(
@@ -190,7 +190,7 @@ def mean_accumulate_seconds(
     return accumulate_seconds(device, gradient_bytes, tensors) * (1 - 1 / micro_batches)
 
 
-def accumulate_per_byte(device: Device) -> float:
+def accumulate_seconds_per_byte(device: Device) -> float:
     """Return the seconds to accumulate one byte of gradients. Without measured task times, this is
     the time to read two bytes and write one.
     """
@@ -206,19 +206,19 @@ def update_seconds(device: Device, parameter_bytes: Bytes, states: int, tensors:
     number of parameters; it has an effect only if the device type has measured task times.
     """
     starts = 0.0 if device.tasks is None else device.tasks.updates[states].per_tensor_s * tensors
-    line = update_line(device, states)
+    line = update_time(device, states)
     seconds = starts + (line.fixed_s + line.per_byte_s * parameter_bytes)
     return seconds * (parameter_bytes > 0)
 
 
-def cast_per_byte(device: Device) -> float:
+def cast_seconds_per_byte(device: Device) -> float:
     """Return the seconds to write one byte of the 16-bit copy of a parameter: the time to read two
     bytes and write one.
     """
     return 3 / (device.bandwidth_bytes_per_s * device.efficiency_of("elementwise"))
 
 
-def update_line(device: Device, states: int) -> AffineTime:
+def update_time(device: Device, states: int) -> AffineTime:
     """Return the seconds of an optimizer's update as a function of the bytes of the parameters.
     `states` is the number of state tensors that the optimizer has per parameter.
 
@@ -231,7 +231,7 @@ def update_line(device: Device, states: int) -> AffineTime:
     return AffineTime(device.launch_latency_s, (3 + 2 * states) / bandwidth)
 
 
-def task_seconds(device: Device) -> tuple[float, float]:
+def task_overhead_seconds(device: Device) -> tuple[float, float]:
     """Return (forward, backward): the measured seconds that a forward and a backward of one
     micro-batch take in addition to their operators; (0, 0) if they were not measured.
     """
@@ -263,7 +263,7 @@ these four operations reads and writes the scores.
 """
 
 
-def annotate(
+def roofline_costs(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> tuple[NodeCost, ...]:
     """Return the work of each node at `precision`, on GPUs of compute capability `capability` or,
@@ -286,22 +286,24 @@ def annotate(
     beside = attention_tensors(graph, precision, capability)
     scores = {index: _PASSES * each.tensor.bytes for index, each in beside.items() if each.scores}
     loops = {
-        index: _runs(graph, node, precision)
+        index: _loop_cost(graph, node, precision)
         for index, node in enumerate(graph.nodes)
         if node.body is not None
     }
     flops = [use.flops for use in uses]
-    return _annotated(graph, widths, sizes, flops, kept, scores | _own_scores(graph), loops)
+    return _costs_of_nodes(
+        graph, widths, sizes, flops, kept, scores | _extra_score_bytes(graph), loops
+    )
 
 
-def annotate_share(
+def roofline_costs_of_share(
     graph: Graph, samples: SampleAxes, precision: str, share: float
 ) -> tuple[NodeCost, ...]:
     """Return the work of each node on the fraction `share` of the graph's samples, without bytes
     saved for backward (`kept_bytes` is 0).
 
-    Apart from that, the result equals that of `annotate`, without a capability, for a graph that
-    has this fraction of the samples. `samples` are the batch axes of `graph`.
+    Apart from that, the result equals that of `roofline_costs`, without a capability, for a graph
+    that has this fraction of the samples. `samples` are the batch axes of `graph`.
     """
     widths = element_bytes(graph, precision)
     sizes = {
@@ -314,17 +316,17 @@ def annotate_share(
     ]
     scores = {
         index: size * (share if samples.axes[index] else 1.0)
-        for index, size in _own_scores(graph).items()
+        for index, size in _extra_score_bytes(graph).items()
     }
     loops = {
-        index: _runs(graph, node, precision, share, samples.axes[index])
+        index: _loop_cost(graph, node, precision, share, samples.axes[index])
         for index, node in enumerate(graph.nodes)
         if node.body is not None
     }
-    return _annotated(graph, widths, sizes, flops, [0] * len(flops), scores, loops)
+    return _costs_of_nodes(graph, widths, sizes, flops, [0] * len(flops), scores, loops)
 
 
-def _runs(
+def _loop_cost(
     graph: Graph, node: Node, precision: str, share: float = 1.0, axis: str | None = None
 ) -> NodeCost:
     """Return the work of the loop `node`: the work of its body times its number of iterations.
@@ -345,7 +347,7 @@ def _runs(
         use.flops * (share if cut is not None and index in cut.nodes else 1.0)
         for index, use in enumerate(op_instances(body))
     ]
-    every = _annotated(body, widths, sizes, flops, [0] * len(flops))
+    every = _costs_of_nodes(body, widths, sizes, flops, [0] * len(flops))
     run = [each for each in every if each.kind != "view"]
     return NodeCost(
         kind="recurrent",
@@ -361,7 +363,7 @@ def _runs(
     )
 
 
-def _annotated(
+def _costs_of_nodes(
     graph: Graph,
     widths: Mapping[str, int],
     sizes: Mapping[str, float],
@@ -402,7 +404,7 @@ def _annotated(
         moved = 0 if use.row.kind == "view" else moved + scores.get(index, 0)
         share = 0.0
         if use.row.differentiable and not gradient.isdisjoint(node.inputs):
-            share = _backward_share(node, use, gradient)
+            share = _backward_fraction(node, use, gradient)
         operators = 0.0 if index in added_biases else float(use.row.kernels)
         found.append(
             NodeCost(
@@ -457,7 +459,7 @@ def _is_unaligned(graph: Graph, node: Node, use: OpInstance, widths: Mapping[str
     return False
 
 
-def _own_scores(graph: Graph) -> dict[int, int]:
+def _extra_score_bytes(graph: Graph) -> dict[int, int]:
     """Return, by node index, the additional bytes that a node moves because it stores attention
     scores or logits in fp32.
 
@@ -478,7 +480,7 @@ def _own_scores(graph: Graph) -> dict[int, int]:
     }
 
 
-def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
+def _backward_fraction(node: Node, use: OpInstance, gradient: Set[str]) -> float:
     """Return the fraction of a node's full backward that runs, because not all of its operands need
     gradients. `gradient` contains the values that need one.
 
@@ -488,11 +490,11 @@ def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
     """
     if use.row.name == LINEAR_CROSS_ENTROPY:
         return (1 + sum(node.inputs[place] in gradient for place in (0, WEIGHT_OPERAND))) / 3
-    operands = factors(node, use) if use.row.kind in ("matmul", "convolution") else ()
+    operands = saved_factors(node, use) if use.row.kind in ("matmul", "convolution") else ()
     return sum(name in gradient for name in operands) / len(operands) if operands else 1.0
 
 
-def factors(node: Node, use: OpInstance) -> tuple[str, ...]:
+def saved_factors(node: Node, use: OpInstance) -> tuple[str, ...]:
     """Return the operands of a node that its operator saves because the gradients of other operands
     depend on them. A bias or a mask is not among them.
     """

@@ -38,14 +38,14 @@ from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.analysis.training import matrix_parameters
 from autopipe.passes.cost.communication import (
     FREE,
-    Cost,
+    CollectiveCost,
     all_gather,
     all_reduce,
+    redistribution_seconds,
     reduce_scatter,
     reduction_cost,
-    relayout_seconds,
 )
-from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.measured import with_micro_batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """Return the work of each stage. Nodes on which no required output depends are omitted."""
     graph = problem.graph
     problems = {
-        size: resized(problem, size)
+        size: with_micro_batch_size(problem, size)
         for size in (stage.micro_batch_size for stage in placement.stages)
     }
     works = []
@@ -149,7 +149,7 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     ):
         own = problems[stage.micro_batch_size]
         group = len(stage.devices)
-        assign = _assigner(own.graph)
+        assign = _stage_node_factory(own.graph)
         nodes = tuple(assign(index, splits, group) for index, splits in plan.nodes)
         taken = received_layouts(own.graph, [each.layouts for each in nodes], stage)
         written = {
@@ -178,14 +178,14 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode]:
+def _stage_node_factory(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode]:
     """Return a function from (node index, splits, number of devices) to the node as these devices
     divide it. The function caches layouts, because many nodes are equal.
     """
     uses = op_instances(graph)
     known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
-    def assigned(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
+    def stage_node(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
         """Return the node as `group` devices divide it by `splits`."""
         use = uses[index]
         key = (id(use), splits, group)
@@ -205,10 +205,10 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
             known[key] = NodeSharing(degrees, share, form.operands, form.results, read, written)
         return StageNode(index, graph.nodes[index], use, known[key])
 
-    return assigned
+    return stage_node
 
 
-def exchange_seconds(work: StageWork) -> tuple[float, float]:
+def stage_collective_seconds(work: StageWork) -> tuple[float, float]:
     """Return (forward, backward): the seconds of the collectives of one micro-batch inside a stage.
 
     The bytes of a collective follow from the types in which it sends elements at the problem's
@@ -223,12 +223,12 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     ):
         return forward, backward
     differentiable = differentiable_values(graph)
-    for exchange in exchanges_of(work):
+    for exchange in redistributions_of(work):
         is_received = exchange.value in work.received
         width = collective_element_bytes(
             graph, work.problem.precision, exchange.value, is_received=is_received
         )
-        seconds = relayout_seconds(cluster, devices, exchange.step, width)
+        seconds = redistribution_seconds(cluster, devices, exchange.step, width)
         forward += seconds
         backward += seconds * (exchange.value in differentiable)
     for each in work.nodes:
@@ -242,7 +242,7 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     return forward, backward
 
 
-def exchanges_of(work: StageWork) -> Iterator[ValueRedistribution]:
+def redistributions_of(work: StageWork) -> Iterator[ValueRedistribution]:
     """Return the redistributions of values that lowering inserts between the nodes of a stage, in
     execution order.
     """
@@ -279,7 +279,9 @@ def statistics_seconds(
     return seconds[False], seconds[True]
 
 
-def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
+def gradient_reduction_cost(
+    problem: Problem, group: Sequence[int], tensors: int = 0
+) -> CollectiveCost:
     """Return the cost per step to all-reduce gradients among the devices `group`, as a function of
     the bytes of gradients on each device.
 
@@ -296,14 +298,14 @@ def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int =
         max(each.per_byte_s for each in buckets),
     )
     if not problem.optimizer.shard:
-        return Cost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))
+        return CollectiveCost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))
     halves = reduce_scatter(problem.cluster, group), all_gather(problem.cluster, group)
-    return Cost(
+    return CollectiveCost(
         tuple(scatter + gather + own for scatter in halves[0].ways for gather in halves[1].ways)
     )
 
 
-def updated_part(problem: Problem, copies: float) -> float:
+def updated_fraction(problem: Problem, copies: float) -> float:
     """Return the fraction of a parameter's shard that one device updates, and for which the device
     stores optimizer state, if `copies` devices hold this shard. It is below 1 only with a sharded
     optimizer.
@@ -312,7 +314,7 @@ def updated_part(problem: Problem, copies: float) -> float:
 
 
 @memoize(2)
-def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
+def first_shard_holders(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
     """Return, for each parameter by name, the devices of all stages that hold its first shard, in
     ascending order.
     """
@@ -330,7 +332,7 @@ def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
+def device_group_key(cluster: Cluster, devices: Sequence[int]) -> Hashable:
     """Return a key for the group `devices`. Groups with equal keys have equal device types and
     links, in the order of `devices`.
 
@@ -348,7 +350,7 @@ def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
     )
 
 
-def check_whole_matrices(problem: Problem, placement: Placement) -> None:
+def check_unsharded_matrices(problem: Problem, placement: Placement) -> None:
     """Raise InfeasibleError if the optimizer is Muon and a stage shards a matrix. Muon updates each
     matrix as a whole, so it needs unsharded matrices.
     """

@@ -34,38 +34,38 @@ from autopipe.passes.analysis.gradients import (
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, op_instances
 from autopipe.passes.cost.host import host_seconds
 from autopipe.passes.cost.memory import (
-    State,
-    argument_bytes,
+    ParameterState,
     gradient_workspace,
-    live_bytes,
     message_bytes,
-    read_again,
-    recomputed_bytes,
+    parameter_state,
+    peak_value_bytes,
+    recast_parameters,
+    received_value_bytes,
+    recomputation_bytes,
     saved_bytes,
-    state_of,
-    waiting_bytes,
+    weight_gradient_bytes,
 )
 from autopipe.passes.cost.roofline import (
-    cast_per_byte,
-    factors,
+    cast_seconds_per_byte,
     mean_accumulate_seconds,
     node_seconds,
     posting_seconds,
-    task_seconds,
+    saved_factors,
+    task_overhead_seconds,
     update_seconds,
 )
 from autopipe.passes.cost.stage_work import (
     StageWork,
-    exchange_of_gradients,
-    exchange_seconds,
-    holders_of,
-    reach,
+    device_group_key,
+    first_shard_holders,
+    gradient_reduction_cost,
+    stage_collective_seconds,
     stage_work,
 )
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def signatures_in(
+def cost_signatures(
     graph: Graph, work: tuple[NodeCost, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
     """Return (node numbers, node names, values). They identify nodes, and values, that affect the
@@ -116,23 +116,23 @@ def signatures_in(
     return nodes, named, values
 
 
-def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
+def stage_cost_key(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     """Return a key of a stage. Stages with equal keys have equal computation, saved tensors,
     collectives and messages, on devices of equal types and links.
 
     The key contains no names: values are numbered in order of appearance. It does not tell which
     parameters other stages also hold, nor which devices hold equal shards. `crossing` is the result
-    of `crossing_parts`.
+    of `message_slice_counts`.
     """
     problem = work.problem
-    nodes, named, values = signatures_in(
+    nodes, named, values = cost_signatures(
         problem.graph, problem.work, problem.precision, min_cuda_capability(problem.cluster)
     )
     numbers = {"": 0}
     told = {""}
     found: list[Hashable] = []
 
-    def add(name: str) -> None:
+    def append_value(name: str) -> None:
         """Append value `name` to the key: its properties at its first occurrence, then its
         number.
         """
@@ -145,22 +145,22 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
         found.append((*places, own, work.parts.get(name), crossing.get(name)))
 
     for name in work.given:
-        add(name)
+        append_value(name)
     found.append(len(work.given))
     for each in work.nodes:
         found += id(each.sharing), nodes[each.index]
         for name in named[each.index]:
-            add(name)
+            append_value(name)
     return (
         id(problem),
         work.stage.recompute,
         work.stage.holds_copies,
-        reach(problem.cluster, work.stage.devices),
+        device_group_key(problem.cluster, work.stage.devices),
         tuple(found),
     )
 
 
-def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
+def message_slice_counts(works: Sequence[StageWork]) -> dict[str, int]:
     """Return, for each value that a stage receives, the minimum over the receiving stages of the
     number of slices in which the value is sent.
 
@@ -176,7 +176,7 @@ def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def weight_shares(graph: Graph) -> NDArray[np.float64]:
+def weight_gradient_fractions(graph: Graph) -> NDArray[np.float64]:
     """Return, for each node, the fraction of its backward that the weight-gradient task of a split
     backward computes.
     """
@@ -188,12 +188,12 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
             shares[index] = 1.0
         elif waiting:
             shares[index] = len(waiting) / sum(
-                name in gradient for name in factors(graph.nodes[index], uses[index])
+                name in gradient for name in saved_factors(graph.nodes[index], uses[index])
             )
     return shares
 
 
-def waiting_state(work: StageWork) -> State:
+def weight_gradient_state(work: StageWork) -> ParameterState:
     """Return the bytes and tensor counts of those parameters of the stage whose gradients only the
     weight-gradient task of a split backward computes.
     """
@@ -207,7 +207,7 @@ def waiting_state(work: StageWork) -> State:
             for place, name in enumerate(each.node.inputs):
                 (waiting if place in every[each.index] else flowing).add(roots.get(name, name))
     names = waiting - flowing
-    return state_of(
+    return parameter_state(
         work.problem, ((name, count) for name, count in work.parameter_parts if name in names)
     )
 
@@ -254,22 +254,22 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     this size.
     """
     works = stage_work(problem, placement)
-    holders = holders_of(works)
+    holders = first_shard_holders(works)
     copies = {name: len(devices) for name, devices in holders.items()}
-    crossing = crossing_parts(works)
-    again = read_again(works)
+    crossing = message_slice_counts(works)
+    again = recast_parameters(works)
     costed: dict[Hashable, StageCost] = {}
     found = []
-    for work, owned in zip(works, _owned(works), strict=True):
-        state = state_of(problem, owned.items(), copies, again)
-        key = (content_of(work, crossing), state) if len(works) > 1 else state
+    for work, owned in zip(works, _newly_held_parameters(works), strict=True):
+        state = parameter_state(problem, owned.items(), copies, again)
+        key = (stage_cost_key(work, crossing), state) if len(works) > 1 else state
         if key not in costed:
             costed[key] = _stage_cost(work, state, crossing, placement.length)
         found.append(replace(costed[key], gradient_s=_gradient_seconds(problem, owned, holders)))
     return tuple(found)
 
 
-def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
+def _newly_held_parameters(works: Sequence[StageWork]) -> list[dict[str, int]]:
     """Return, for each stage, the number of shards of its parameters by name. A parameter that all
     devices of the stage already hold for earlier stages is omitted.
     """
@@ -299,10 +299,10 @@ def _gradient_seconds(
     for name, count in owned.items():
         if len(holders[name]) > 1:
             groups[holders[name]].append((name, count))
-    states = ((group, state_of(problem, names)) for group, names in groups.items())
+    states = ((group, parameter_state(problem, names)) for group, names in groups.items())
     return sum(
         (
-            exchange_of_gradients(problem, group, state.tensors).seconds(state.gradient_bytes)
+            gradient_reduction_cost(problem, group, state.tensors).seconds(state.gradient_bytes)
             for group, state in states
             if state.gradient_bytes
         ),
@@ -310,11 +310,13 @@ def _gradient_seconds(
     )
 
 
-def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held: int) -> StageCost:
+def _stage_cost(
+    work: StageWork, state: ParameterState, crossing: Mapping[str, int], held: int
+) -> StageCost:
     """Return the cost of a stage without its gradient reductions, which depend on other stages.
 
     state: parameters, gradients and optimizer state that count for this stage.
-    crossing: the result of `crossing_parts`.
+    crossing: the result of `message_slice_counts`.
     held: number of micro-batches in flight for which the segments are chosen if the stage
     recomputes.
     """
@@ -324,10 +326,10 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     devices = problem.cluster.device_types_among(work.stage.devices)
     recompute = work.stage.recompute and work.problem.train
     forward, backward, weight_gradient = _compute_seconds(work)
-    exchange = exchange_seconds(work)
-    added = state_of(problem, work.parameter_parts, read_again=read_again([work]))
-    waiting = waiting_state(work)
-    forward += max(map(cast_per_byte, devices)) * added.cast_bytes
+    exchange = stage_collective_seconds(work)
+    added = parameter_state(problem, work.parameter_parts, recast=recast_parameters([work]))
+    waiting = weight_gradient_state(work)
+    forward += max(map(cast_seconds_per_byte, devices)) * added.cast_bytes
     backward += _accumulate_seconds(problem, devices, added)
     weight_gradient += _accumulate_seconds(problem, devices, waiting)
     received, sent = message_bytes(work, crossing)
@@ -336,10 +338,10 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     deferred = sum(bool(weight_operands(graph)[each.index]) for each in work.nodes)
     if not train:
         kept = 0
-        transient = live_bytes(work)
+        transient = peak_value_bytes(work)
     elif recompute:
-        passing, transient = recomputed_bytes(work, held)
-        kept = argument_bytes(work) + passing
+        passing, transient = recomputation_bytes(work, held)
+        kept = received_value_bytes(work) + passing
     else:
         kept = sum(saved_bytes(problem, work.nodes).values())
         transient = gradient_workspace(work)
@@ -361,13 +363,13 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
         else 0.0,
         update_s=max(
             update_seconds(each, state.updated_bytes, states, state.updates)
-            + cast_per_byte(each) * state.low_precision_bytes
+            + cast_seconds_per_byte(each) * state.low_precision_bytes
             for each in devices
         ),
         parameter_bytes=state.parameter_bytes,
         static_bytes=state.total + buffers,
         kept_bytes=kept,
-        weight_kept_bytes=waiting_bytes(work) if train else 0,
+        weight_kept_bytes=weight_gradient_bytes(work) if train else 0,
         transient_bytes=transient,
         gradient_bytes=state.gradient_bytes,
         optimizer_bytes=state.optimizer_bytes,
@@ -378,10 +380,12 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     on_device = TaskSeconds(
         forward + exchange[0], whole_backward - post if train else 0.0, weight_gradient
     )
-    return _with_host(cost, _host_seconds(work, recompute), on_device)
+    return _with_host_time(cost, _host_seconds(work, recompute), on_device)
 
 
-def _accumulate_seconds(problem: Problem, devices: Sequence[Device], state: State) -> float:
+def _accumulate_seconds(
+    problem: Problem, devices: Sequence[Device], state: ParameterState
+) -> float:
     """Return the mean seconds per micro-batch to accumulate gradients, with the bytes and tensor
     counts in `state`, on the slowest of the device types `devices`.
     """
@@ -393,7 +397,7 @@ def _accumulate_seconds(problem: Problem, devices: Sequence[Device], state: Stat
     )
 
 
-def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
+def _with_host_time(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
     """Return the cost in which no task is shorter than the time that the host needs to start the
     task's operators. `on_host` and `on_device` are the seconds of each task.
     """
@@ -421,7 +425,7 @@ def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
     if not problem.train:
         return TaskSeconds(float(forward.sum()))
     again = float(forward.sum()) if recompute else 0.0
-    weight_gradient = float((backward * weight_shares(problem.graph)[indices]).sum())
+    weight_gradient = float((backward * weight_gradient_fractions(problem.graph)[indices]).sum())
     return TaskSeconds(float(forward.sum()), float(backward.sum()) + again, weight_gradient)
 
 
@@ -437,7 +441,7 @@ def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
     shares = np.array([each.sharing.share for each in work.nodes])
     devices = problem.cluster.device_types_among(work.stage.devices)
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
-    starts = [task_seconds(device) for device in devices]
+    starts = [task_overhead_seconds(device) for device in devices]
     forward, backward = (
         max(
             float(each[phase].sum()) + start[phase]
@@ -445,5 +449,5 @@ def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
         )
         for phase in (0, 1)
     )
-    halves = weight_shares(problem.graph)[[each.index for each in work.nodes]]
+    halves = weight_gradient_fractions(problem.graph)[[each.index for each in work.nodes]]
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)

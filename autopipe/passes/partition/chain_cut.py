@@ -22,7 +22,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Chain, make_chain, range_sums, values_between_blocks
 from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.cost.range_tables import state_sums
-from autopipe.passes.cost.roofline import mean_seconds, node_seconds
+from autopipe.passes.cost.roofline import mean_node_seconds, node_seconds
 
 _MAXIMUM_BLOCKS = 224
 """Maximum number of blocks of a chain. The time of the search grows with the square of this number.
@@ -180,7 +180,7 @@ def partition_chain(
     count = len(groups)
     if count == 1:
         return (tuple(range(len(problem.graph.nodes))),)
-    forward, backward = mean_seconds(problem)
+    forward, backward = mean_node_seconds(problem)
     seconds = forward + (backward if problem.train else 0.0)
     fixed_together = tuple(
         tuple(node for node in fixed if fixed[node] == stage)

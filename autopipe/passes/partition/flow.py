@@ -20,7 +20,7 @@ from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import linear_order, values_between_blocks
 from autopipe.passes.analysis.gradients import differentiable_values, sent_bytes
-from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.cost.roofline import mean_node_seconds
 from autopipe.passes.partition.downsets import downset_levels, membership, transitive_needs
 
 Floats = NDArray[np.float64]
@@ -137,7 +137,7 @@ def problem_flow(problem: Problem) -> tuple[Flow, Indices]:
         [node for node in linear_order(graph) if node not in recomputed], dtype=np.int64
     )
     operator_of = {int(node): index for index, node in enumerate(order)}
-    forward, backward = mean_seconds(problem)
+    forward, backward = mean_node_seconds(problem)
     forwards = 2.0 if problem.recompute == "full" and problem.train else 1.0
     seconds = forwards * forward + (backward if problem.train else 0.0)
     sizes = sent_bytes(graph, problem.precision)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopipe.ir.errors import CANDIDATE_ERRORS, OutOfMemoryError
 from autopipe.ir.problem import Mode
-from autopipe.passes.cost.loss_scores import may_be_short
+from autopipe.passes.cost.loss_scores import may_exceed_memory
 from autopipe.passes.cost.memory_check import size_text
 from autopipe.passes.pipeline.reading import read
 from autopipe.passes.pipeline.request import Request
@@ -93,7 +93,7 @@ def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
         return ()
     options = []
     recomputed = any(stage.recompute for stage in plan.placement.stages)
-    if request.recompute is None and not recomputed and may_be_short(problem):
+    if request.recompute is None and not recomputed and may_exceed_memory(problem):
         options.append("--recompute")
     degrees = plan.summary.degrees
     if (

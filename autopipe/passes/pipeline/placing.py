@@ -15,8 +15,8 @@ from autopipe.ir.timeline import Prediction
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.micro_batches import check_micro_batch_sizes
 from autopipe.passes.batching import Batching, Division
-from autopipe.passes.cost.memory_check import with_copies
-from autopipe.passes.cost.stage_work import check_whole_matrices
+from autopipe.passes.cost.memory_check import with_16_bit_copies
+from autopipe.passes.cost.stage_work import check_unsharded_matrices
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline.problems import costed_problem, supported_problems
 from autopipe.passes.pipeline.request import Request
@@ -111,7 +111,7 @@ def predict_placement(
     ConfigurationError or InfeasibleError if a stage cannot run on micro-batches of its size.
     """
     check_micro_batch_sizes(problem.graph, placement, problem.loss if problem.train else None)
-    check_whole_matrices(problem, placement)
-    placement = choose_gathers(problem, with_copies(problem, placement))
+    check_unsharded_matrices(problem, placement)
+    placement = choose_gathers(problem, with_16_bit_copies(problem, placement))
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)

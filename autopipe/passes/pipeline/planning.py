@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
-from autopipe.passes.cost.loss_scores import may_be_short
+from autopipe.passes.cost.loss_scores import may_exceed_memory
 from autopipe.passes.pipeline.further_options import memory_hints
 from autopipe.passes.pipeline.placing import Placed
 from autopipe.passes.pipeline.reading import read, with_whole_batch
@@ -76,7 +76,7 @@ def _may_gain_by_recomputing(kept: Placed) -> bool:
     them.
     """
     found = loss_form_costs(kept)
-    return found is None or found.recompute_s < found.keep_s or may_be_short(kept.problem)
+    return found is None or found.recompute_s < found.keep_s or may_exceed_memory(kept.problem)
 
 
 def _seconds_per_sample(planned: tuple[Placed, Scheduled]) -> float:

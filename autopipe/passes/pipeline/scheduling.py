@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.cost.memory_check import without_copies
+from autopipe.passes.cost.memory_check import without_16_bit_copies
 from autopipe.passes.pipeline.placing import Placed, predict_placement, run_strategy
 from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
 from autopipe.passes.pipeline.runner import Runner
@@ -48,7 +48,7 @@ def schedule_placed(
     except OutOfMemoryError:
         if not any(stage.holds_copies for stage in placed.placement.stages):
             raise
-    placement = without_copies(placed.placement)
+    placement = without_16_bit_copies(placed.placement)
     prediction = runner.run("predict", lambda: predict(placed.problem, placement))
     placed = replace(placed, placement=placement, prediction=prediction)
     return placed, simulate_schedule(placed, run_scheduler(placed, scheduler, runner), runner)

@@ -19,7 +19,11 @@ from autopipe.passes.analysis.constraints import (
 )
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.memory_check import check_one_kind, check_state, fitted
+from autopipe.passes.cost.memory_check import (
+    check_single_stage_devices,
+    check_state_fits,
+    with_required_recomputation,
+)
 from autopipe.passes.sharding.regions import check_samples, one_stage
 
 
@@ -42,8 +46,8 @@ class DataParallel:
         micro-batch evenly, and have enough memory for a full copy of the parameters and their
         optimizer state.
         """
-        check_one_kind(problem, self.name)
-        check_state(problem, problem.cluster.size, 1)
+        check_single_stage_devices(problem, self.name)
+        check_state_fits(problem, problem.cluster.size, 1)
         check_samples(problem, problem.cluster.size, self.name, "devices")
 
     def run(self, problem: Problem) -> Placement:
@@ -76,7 +80,7 @@ class DataParallel:
                 raise ConfigurationError(
                     f"{each} {reason}", hint="use strategy manual, which follows all constraints"
                 )
-        return fitted(
+        return with_required_recomputation(
             problem, one_stage(problem, samples.splits(range(len(problem.graph.nodes)), devices))
         )
 

@@ -28,19 +28,19 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division, climb
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory import state_of, static_memory
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory import parameter_state, static_memory
 from autopipe.passes.cost.memory_check import (
     check_operators,
-    describe_kinds,
+    describe_device_types,
     device_memory,
-    equal_device_runs,
-    fitted,
-    may_share,
-    out_of_memory,
+    equal_device_ranges,
+    may_share_stage,
+    out_of_memory_error,
+    with_required_recomputation,
 )
 from autopipe.passes.cost.roofline import StepSeconds
-from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.cost.stage_work import gradient_reduction_cost
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.schedule.device_order import best_group_order
@@ -223,9 +223,11 @@ class GridSearch:
         self.opposite = opposite
         self.best: GridTrial | None = None
         self.refused: list[AutopipeError] = []
-        self.sized = memoize_all(partial(resized, problem))
+        self.sized = memoize_all(partial(with_micro_batch_size, problem))
         self._seconds = StepSeconds(problem)
-        self._state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
+        self._state = parameter_state(
+            problem, ((each.value.name, 1) for each in problem.graph.parameters)
+        )
         self._tried: dict[tuple[Degrees, int], GridTrial | None] = {}
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
@@ -318,7 +320,9 @@ class GridSearch:
         ) / degrees.pipeline
         share = self._state.gradient_bytes / degrees.pipeline / degrees.tensor
         replicas = degrees.groups()[0][:: degrees.tensor]
-        return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
+        return rounds * float(work.sum()) + gradient_reduction_cost(problem, replicas).seconds(
+            share
+        )
 
     def _state_fits(self, degrees: Degrees) -> bool:
         """Return True if parameters, gradients and optimizer state, divided evenly among the
@@ -331,7 +335,9 @@ class GridSearch:
         if least <= problem.memory_of(device):
             return True
         self.refused.append(
-            out_of_memory(problem, [0], degrees.pipeline, device, least, detail=f"with {degrees}")
+            out_of_memory_error(
+                problem, [0], degrees.pipeline, device, least, detail=f"with {degrees}"
+            )
         )
         return False
 
@@ -398,7 +404,7 @@ class GridSearch:
             texts = (f"{name} {'/'.join(map(str, found))}" for name, found in options.items())
             detail += f", the minimum of {len(every)} combinations of {', '.join(texts)}"
         need = peaks[worst]
-        return over[worst], out_of_memory(
+        return over[worst], out_of_memory_error(
             problem, stages, len(placement.stages), worst, need, detail=detail
         )
 
@@ -421,7 +427,7 @@ class GridSearch:
         """Return a new trial with these degrees on the problem's micro-batches. Raise an error if
         it is infeasible.
         """
-        placement = fitted(
+        placement = with_required_recomputation(
             problem, place_grid(problem, degrees, self.stages_per_rank, self.style, self.opposite)
         )
         costs = stage_costs(problem, placement)
@@ -567,17 +573,17 @@ class Grid:
                     "two pipelines in opposite directions require an even pipeline degree, but "
                     "every possible degree is odd"
                 )
-        if len(equal_device_runs(problem.cluster)) > 1:
+        if len(equal_device_ranges(problem.cluster)) > 1:
             degrees = tuple(
                 each
                 for each in degrees
-                if all(may_share(problem, group) for group in each.groups())
+                if all(may_share_stage(problem, group) for group in each.groups())
             )
             if not degrees:
                 raise InfeasibleError(
                     "grid forms equal device groups, but with these degrees a group has devices "
                     "of different types: "
-                    f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
+                    f"{describe_device_types(problem.cluster, range(problem.cluster.size))}",
                     hint="set cluster.allow_mixed_stages to true, or set other degrees",
                 )
         placement = GridSearch(problem, self.stages_per_rank, self.style, self.opposite).run(

@@ -17,7 +17,12 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.memory_check import check_one_kind, check_operators, check_state, fitted
+from autopipe.passes.cost.memory_check import (
+    check_operators,
+    check_single_stage_devices,
+    check_state_fits,
+    with_required_recomputation,
+)
 from autopipe.passes.sharding.regions import (
     ReplicatedGraph,
     check_constraints_met,
@@ -59,7 +64,7 @@ class OneWeirdTrick:
                 "the model lacks convolutions",
                 hint="use strategy handcrafted, which supports transformers and recurrent networks",
             )
-        check_one_kind(problem, self.name)
+        check_single_stage_devices(problem, self.name)
         check_samples(problem, problem.cluster.size, self.name)
 
     def run(self, problem: Problem) -> Placement:
@@ -68,7 +73,7 @@ class OneWeirdTrick:
         """
         placement = _place_one_weird_trick(problem)
         check_constraints_met(problem, placement, self.name)
-        return fitted(problem, placement)
+        return with_required_recomputation(problem, placement)
 
 
 def _operator_kinds(graph: Graph) -> set[str]:
@@ -252,9 +257,9 @@ class Handcrafted:
                 where="strategy",
             )
         check_operators(problem)
-        check_one_kind(problem, self.name)
+        check_single_stage_devices(problem, self.name)
         if not _operator_kinds(problem.graph) & {"recurrent", "convolution"}:
-            check_state(
+            check_state_fits(
                 problem, problem.cluster.size, self.tensor or problem.cluster.devices_per_node
             )
 
@@ -279,4 +284,4 @@ class Handcrafted:
             placement = _place_tensor_parallel(problem, degree)
             chosen_options = () if self.tensor else (("tensor", degree),)
         check_constraints_met(problem, placement, self.name)
-        return replace(fitted(problem, placement), options=chosen_options)
+        return replace(with_required_recomputation(problem, placement), options=chosen_options)

@@ -20,7 +20,7 @@ from autopipe.passes.analysis.constraints import (
 )
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.memory_check import fitted
+from autopipe.passes.cost.memory_check import with_required_recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Manual:
             stages += (
                 replace(stage, pipeline=pipeline) for stage in _pipeline_stages(problem, own)
             )
-        return fitted(problem, Placement(tuple(stages)))
+        return with_required_recomputation(problem, Placement(tuple(stages)))
 
 
 def _pipeline_stages(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:

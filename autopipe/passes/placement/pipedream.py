@@ -31,11 +31,11 @@ from autopipe.passes.analysis.constraints import (
 )
 from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.communication import Cost
-from autopipe.passes.cost.memory_check import check_operators, may_share, out_of_memory
-from autopipe.passes.cost.range_tables import Tables, make_tables
-from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.cost.communication import CollectiveCost
+from autopipe.passes.cost.memory_check import check_operators, may_share_stage, out_of_memory_error
+from autopipe.passes.cost.range_tables import RangeTables, make_range_tables
+from autopipe.passes.cost.roofline import mean_node_seconds
+from autopipe.passes.cost.stage_work import gradient_reduction_cost
 from autopipe.passes.partition.chain_cut import chain_step_seconds
 from autopipe.passes.schedule.device_order import best_group_order, best_micro_batch_size
 
@@ -215,7 +215,7 @@ class ChainCosts:
     matrices.
     """
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: RangeTables) -> None:
         self.tables = tables
         self.problem = tables.problem
         count = tables.chain.blocks + 1
@@ -235,7 +235,7 @@ class ChainCosts:
         before = cluster.link(device - 1, device) if device else None
         after = cluster.link(group[-1], group.stop) if group.stop < cluster.size else None
         kinds = frozenset(cluster.device_types_among(group))
-        reduce = exchange_of_gradients(self.problem, group)
+        reduce = gradient_reduction_cost(self.problem, group)
         plain, again = self._times(degree, kinds, before, after, reduce)
         fits, fits_again = self._fits(degree, self._in_flight(from_end), self._memory_limit(group))
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
@@ -284,7 +284,7 @@ class ChainCosts:
         kinds: frozenset[Device],
         before: Link | None,
         after: Link | None,
-        reduce: Cost,
+        reduce: CollectiveCost,
     ) -> tuple[Matrix, Matrix]:
         """Return the seconds per micro-batch of stages (without recomputation, with recomputation),
         each on the slowest of the device types `kinds`.
@@ -417,8 +417,8 @@ class PipeDream:
             *by_stage.values(),
             *(each.nodes for each in resolved if each.constraint.stage is None),
         )
-        forward, backward = mean_seconds(problem)
-        tables = make_tables(
+        forward, backward = mean_node_seconds(problem)
+        tables = make_range_tables(
             problem, make_chain(problem.graph, forward + backward, _MAXIMUM_BLOCKS, groups)
         )
         rules = _chain_constraints(resolved, tables.chain, tables.samples)
@@ -439,7 +439,7 @@ class PipeDream:
                 worst = max(nearest, key=lambda piece: piece.cost)
                 need = costs.problem.memory_of(worst.device) + worst.cost
                 stages = [nearest.index(worst)]
-                raise out_of_memory(
+                raise out_of_memory_error(
                     costs.problem, stages, len(nearest), worst.device, need, least=True
                 )
         raise InfeasibleError(
@@ -520,7 +520,7 @@ class PipeDream:
             """Return the cost of stages at this position; infinite for stages that violate a
             constraint.
             """
-            if not may_share(problem, range(device, device + degree)):
+            if not may_share_stage(problem, range(device, device + degree)):
                 return np.full((blocks + 1, blocks + 1), np.inf)
             penalties = (
                 rule.penalty(blocks + 1, most - from_end, device, degree) for rule in rules

@@ -37,10 +37,10 @@ from autopipe.passes.cost.communication import all_gather
 from autopipe.passes.cost.memory_check import (
     check_operators,
     device_memory,
-    fitted,
-    in_flight,
-    least_memory,
-    may_share,
+    may_share_stage,
+    micro_batches_in_flight,
+    minimum_device_memory,
+    with_required_recomputation,
 )
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
@@ -331,14 +331,17 @@ def _excess_and_capacity(
     if problem.train and problem.recompute == "auto":
         placement = Placement(tuple(replace(stage, recompute=True) for stage in placement.stages))
     costs = stage_costs(problem, placement)
-    needs = least_memory(problem, placement, costs), device_memory(problem, placement, costs)
+    needs = (
+        minimum_device_memory(problem, placement, costs),
+        device_memory(problem, placement, costs),
+    )
     least, usual = (
         [need - problem.memory_of(device) for device, need in enumerate(each)] for each in needs
     )
     most = max(0, *least), max(0, *usual)
     if not any(most):
         return most, capacity
-    counts = in_flight(problem, placement)
+    counts = micro_batches_in_flight(problem, placement)
     found = list(capacity)
     for device, over in enumerate(least if most[0] else usual):
         own = [index for index, stage in enumerate(placement.stages) if stage.devices == (device,)]
@@ -664,7 +667,7 @@ class TesselShapes:
         outline = None
         if shape == "auto":
             shape = "v"
-            for each in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
+            for each in ("nn", "m", "k") if may_share_stage(problem, range(model.devices)) else ():
                 # Use the first shape for which the model has the parts and the devices suffice.
                 with suppress(InfeasibleError):
                     found = self._make_outline(problem, model, each, only_large=True)
@@ -673,7 +676,7 @@ class TesselShapes:
                     shape = each
                     break
         placed = place_fitting_chains(problem, outline or self._make_outline(problem, model, shape))
-        placement = fitted(problem, placed)
+        placement = with_required_recomputation(problem, placed)
         return (
             replace(placement, options=(("shape", shape),))
             if self.shape.lower() == "auto"

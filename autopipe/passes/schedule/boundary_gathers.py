@@ -20,7 +20,7 @@ from autopipe.ir.schedule import EVERY_MICRO_BATCH
 from autopipe.passes.analysis.gradients import message_types
 from autopipe.passes.analysis.micro_batches import SharedPart, part_transfers
 from autopipe.passes.analysis.resharding import redistribution_steps
-from autopipe.passes.cost.communication import relayout_seconds
+from autopipe.passes.cost.communication import redistribution_seconds
 from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import quick_step
@@ -85,7 +85,7 @@ def _values_worth_gathering(
             continue
         width = graph.type_of(name).dtype.itemsize
         gather_s = sum(
-            relayout_seconds(cluster, devices, step, width)
+            redistribution_seconds(cluster, devices, step, width)
             for step in redistribution_steps(slices, need)
         )
         unsliced_s = _message_seconds(work.problem, source, name, devices, need)

@@ -21,7 +21,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph
 from autopipe.ir.timeline import Prediction
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
+from autopipe.passes.cost.stage_work import stage_collective_seconds, stage_work
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import step_under_1f1b
 from autopipe.passes.schedule.simulate import simulate
@@ -72,7 +72,7 @@ def stage_overheads(
     for work, predicted in zip(works, prediction.stages, strict=True):
         problem_of_stage = work.problem
         stage = work.stage
-        forward_exchange_s, backward_exchange_s = exchange_seconds(work)
+        forward_exchange_s, backward_exchange_s = stage_collective_seconds(work)
         redundant_fractions = np.array(
             [1 - 1 / max(1.0, copies[stage.pipeline, node.index]) for node in work.nodes]
         )

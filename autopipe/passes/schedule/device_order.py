@@ -18,8 +18,8 @@ from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.stage_nodes import live_nodes
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory_check import check_kinds
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory_check import check_stage_devices
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import quick_step_seconds
@@ -49,7 +49,7 @@ def best_group_order(
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
-        check_kinds(problem, found)
+        check_stage_devices(problem, found)
         return found
     best: tuple[float, Placement] | None = None
     failure: AutopipeError | None = None
@@ -72,8 +72,10 @@ def best_group_order(
                 continue
         try:
             found = place(trial)
-            check_kinds(trial, found)
-            sized = resized(trial, max(stage.micro_batch_size for stage in found.stages))
+            check_stage_devices(trial, found)
+            sized = with_micro_batch_size(
+                trial, max(stage.micro_batch_size for stage in found.stages)
+            )
             seconds = quick_step_seconds(sized, found, stage_costs(sized, found))
         except CANDIDATE_ERRORS as error:
             if failure is None or order == given_order:
@@ -204,7 +206,7 @@ def best_micro_batch_size(
     failure: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
         try:
-            found = place(resized(problem, size), best[1] if best else math.inf)
+            found = place(with_micro_batch_size(problem, size), best[1] if best else math.inf)
         except InfeasibleError as error:
             failure = failure or error
             continue

@@ -28,14 +28,14 @@ from autopipe.passes.analysis.gradients import (
     workspace_of,
 )
 from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
-from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory import parameter_state
 from autopipe.passes.cost.roofline import (
-    accumulate_per_byte,
-    cast_per_byte,
+    accumulate_seconds_per_byte,
+    cast_seconds_per_byte,
     node_seconds,
-    update_line,
+    update_time,
 )
-from autopipe.passes.cost.stage_work import exchange_of_gradients, statistics_seconds
+from autopipe.passes.cost.stage_work import gradient_reduction_cost, statistics_seconds
 from autopipe.passes.sharding.configurations import (
     Integers,
     LayoutTable,
@@ -234,14 +234,14 @@ class StageContext:
         parts = [layout.shard_count for layout in layouts]
         devices = len(self.devices)
         by_parts = {
-            count: state_of(self.problem, ((name, count),), {name: devices // count})
+            count: parameter_state(self.problem, ((name, count),), {name: devices // count})
             for count in set(parts)
         }
         states = [by_parts[count] for count in parts]
         gradients = np.array([state.gradient_bytes for state in states], dtype=float)
         updated = np.array([state.updated_bytes for state in states], dtype=float)
         kinds = self.kinds
-        added = max(map(accumulate_per_byte, kinds)) * (self.problem.micro_batches - 1)
+        added = max(map(accumulate_seconds_per_byte, kinds)) * (self.problem.micro_batches - 1)
         # Seconds per gradient byte. All groups of devices with equal shards are of equal shape, so
         # the time of the group of the device at position 0 applies to all groups.
         rates = []
@@ -254,18 +254,18 @@ class StageContext:
                 ]
                 self._rates[mesh_axes] = min(
                     algorithm.per_byte_s
-                    for algorithm in exchange_of_gradients(self.problem, group).ways
+                    for algorithm in gradient_reduction_cost(self.problem, group).ways
                 )
             rates.append(self._rates[mesh_axes])
         # One launch updates all parameters, so its time is attributed to none of them.
         update = max(
-            update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds
+            update_time(device, self.problem.optimizer.states).per_byte_s for device in kinds
         )
         casts = [
             state.low_precision_bytes + 2 * self.problem.micro_batches * state.cast_bytes
             for state in states
         ]
-        cast = max(map(cast_per_byte, kinds)) * np.array(casts, dtype=float)
+        cast = max(map(cast_seconds_per_byte, kinds)) * np.array(casts, dtype=float)
         return (
             gradients * np.array(rates),
             gradients * added + updated * update + cast,

@@ -40,7 +40,12 @@ from autopipe.passes.analysis.resharding import (
     reduce_scatter_axes,
     remove_axes,
 )
-from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reduction_cost
+from autopipe.passes.cost.communication import (
+    FREE,
+    CollectiveCost,
+    reduction_cost,
+    transfer_times_by_level,
+)
 from autopipe.passes.sharding.configurations import (
     Integers,
     TensorLayouts,
@@ -339,7 +344,7 @@ class SumReduction:
     of: indices into `steps`; column r contains the collectives of reduction r, filled up with 0.
     """
 
-    steps: list[tuple[Cost, int]]
+    steps: list[tuple[CollectiveCost, int]]
     of: Integers
 
     def seconds(self, size_bytes: float) -> Floats:
@@ -411,7 +416,7 @@ class ReshardTable:
     devices: tuple[int, ...]
     _moves: dict[Hashable, tuple[Floats, Floats]] = field(default_factory=dict)
     _paths: dict[Hashable, _Paths] = field(default_factory=dict)
-    _collectives: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
+    _collectives: dict[tuple[str, MeshAxes], CollectiveCost] = field(default_factory=dict)
 
     def seconds(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
@@ -420,7 +425,7 @@ class ReshardTable:
         sums, to each of the layouts `targets`, of shape [sources, targets].
 
         The unsharded tensor has `size_bytes` bytes. An entry agrees with the sum of
-        `relayout_seconds` over the steps of `redistribution_steps`.
+        `redistribution_seconds` over the steps of `redistribution_steps`.
         """
         windows = tuple(layout.windows for layout in targets)
         shape = targets[0].shape if any(windows) else ()
@@ -447,7 +452,7 @@ class ReshardTable:
         per_byte = np.zeros(shape)
         is_separable = _is_slice_then_gather(pairs, shape, len(self.devices))
         is_separable &= np.array([not layout.windows for layout in targets])
-        for size, line in moving_lines(self.cluster, self.devices):
+        for size, line in transfer_times_by_level(self.cluster, self.devices):
             by_size = [pair.by_neighbours(size) for pair in pairs]
             fraction, dimensions = _missing_volume(by_size, shape, len(self.devices) // size)
             fixed += np.where(is_separable, dimensions, fraction > 0) * line.fixed_s

@@ -31,8 +31,12 @@ from autopipe.ir.placement import Placement, SplitProof, recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.analysis.stage_nodes import assign_nodes
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory_check import device_memory, in_flight, out_of_memory
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory_check import (
+    device_memory,
+    micro_batches_in_flight,
+    out_of_memory_error,
+)
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.sharding.configurations import Integers, Splits
 from autopipe.passes.sharding.node_costs import (
@@ -311,7 +315,10 @@ class SplitProblem:
                 allowed, frozenset(plan.outputs), read_by_several, stage_in_flight, stage.recompute
             )
             for stage, plan, stage_in_flight in zip(
-                placement.stages, self.plans, in_flight(problem, placement), strict=True
+                placement.stages,
+                self.plans,
+                micro_batches_in_flight(problem, placement),
+                strict=True,
             )
         )
 
@@ -334,7 +341,9 @@ class SplitProblem:
         """
         stage = placement.stages[index]
         options = self.options[index]
-        resized_problem = resized_problem or resized(self.problem, stage.micro_batch_size)
+        resized_problem = resized_problem or with_micro_batch_size(
+            self.problem, stage.micro_batch_size
+        )
         tables = make_tables(
             resized_problem, [node for node, _ in self.plans[index].nodes], stage.devices, options
         )
@@ -349,7 +358,7 @@ class SplitProblem:
         if not fitting:
             closest = min(trials, key=lambda each: each.excess)
             need = self.problem.memory_of(closest.worst) + closest.excess
-            raise out_of_memory(
+            raise out_of_memory_error(
                 self.problem, [index], len(placement.stages), closest.worst, need, least=True
             )
         best = min(fitting, key=seconds)

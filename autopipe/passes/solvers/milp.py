@@ -186,7 +186,7 @@ _SAME = 1e-9
 
 
 class Status(Enum):
-    """What a solver found and proved."""
+    """Outcome of a solver: whether it found values, and what it proved."""
 
     OPTIMAL = "optimal"
     """The values are proven optimal within the requested gap."""

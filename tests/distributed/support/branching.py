@@ -14,7 +14,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.published.one_f_one_b import (
     KForwardsKBackwards,
@@ -49,7 +49,7 @@ def cluster_of(devices: int, latency: float) -> Cluster:
 def training(graph: Graph, loss: str, cluster: Cluster) -> Problem:
     """Training on a batch of `BATCH` samples, in micro-batches of as many as the graph has."""
     size = next(graph.type_of(name).shape[axis] for name, axis in graph.batch_axes)
-    return Problem(graph, annotate(graph), cluster, BATCH, BATCH // size, Mode.TRAIN, loss)
+    return Problem(graph, roofline_costs(graph), cluster, BATCH, BATCH // size, Mode.TRAIN, loss)
 
 
 def side_by_side(problem: Problem, placement: Placement) -> bool:

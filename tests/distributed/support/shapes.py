@@ -10,7 +10,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.registry import scheduler_class
 from tests.distributed.support.builder import Builder
 from tests.passes.cost.graphs import cluster
@@ -79,7 +79,7 @@ def placements(graph: Graph, ranks: int) -> tuple[Placement, ...]:
 def problem_of(graph: Graph, loss: str, micro_batches: int, ranks: int) -> Problem:
     batch = SAMPLES * micro_batches
     return Problem(
-        graph, annotate(graph, "fp32"), cluster(ranks), batch, micro_batches, Mode.TRAIN, loss
+        graph, roofline_costs(graph, "fp32"), cluster(ranks), batch, micro_batches, Mode.TRAIN, loss
     )
 
 

@@ -18,7 +18,7 @@ from autopipe.ir.graph import DType, FileSlice, Graph, Initializer, Parameter, S
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import Schedule
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import (
@@ -111,7 +111,7 @@ def problem_of(model: Trained, devices: int) -> Problem:
     count = model.micro_batches
     return Problem(
         model.graph,
-        annotate(model.graph),
+        roofline_costs(model.graph),
         links,
         model.samples * count,
         count,

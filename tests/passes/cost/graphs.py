@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Cluster, Device, Level, Link
 from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter, Value
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 
 F32 = DType.FLOAT32
 
@@ -122,7 +122,7 @@ def problem(
 ) -> Problem:
     """One whose batch is `micro_batches` times the graph's own."""
     size = graph.inputs[0].shape[0] * micro_batches
-    work = annotate(graph, more.get("precision", "fp32"))
+    work = roofline_costs(graph, more.get("precision", "fp32"))
     return Problem(graph, work, devices, size, micro_batches, mode, **more)
 
 

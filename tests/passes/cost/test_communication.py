@@ -42,7 +42,7 @@ def test_a_lopsided_group_goes_by_its_slowest_link() -> None:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_one_device_and_no_bytes_are_free(collective: type[communication.Cost]) -> None:
+def test_one_device_and_no_bytes_are_free(collective: type[communication.CollectiveCost]) -> None:
     toy = cluster(8, 4)
     assert collective(toy, (3,)).seconds(1e9) == 0
     assert collective(toy, (3, 4)).seconds(0) == 0

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Optimizer, Problem
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.placement.grid import Degrees, place_grid
 from tests.distributed.support.zoo import small_graph
@@ -23,7 +23,9 @@ from tests.passes.cost.graphs import cluster, perceptron, problem
 
 def each_for_itself(given: Problem, placement: Placement) -> tuple[StageCost, ...]:
     numbers: Iterator[int] = itertools.count()
-    with mock.patch("autopipe.passes.cost.stages.content_of", lambda work, crossing: next(numbers)):
+    with mock.patch(
+        "autopipe.passes.cost.stages.stage_cost_key", lambda work, crossing: next(numbers)
+    ):
         return stage_costs(given, placement)
 
 
@@ -43,7 +45,7 @@ def test_equal_stages_cost_the_same(
         graph, cluster(degrees.pipeline * degrees.group_size), optimizer=Optimizer("adamw")
     )
     own = replace(own, mode=own.mode if train else type(own.mode).INFER)
-    placement = place_grid(resized(own, 8), degrees, chunks, style="loop")
+    placement = place_grid(with_micro_batch_size(own, 8), degrees, chunks, style="loop")
     stages = tuple(
         replace(each, recompute=recompute and place % 2 == 0)
         for place, each in enumerate(placement.stages)
@@ -57,19 +59,19 @@ def test_layers_of_models_cost_the_same(name: str) -> None:
     own = replace(
         problem(perceptron([8, 8]), cluster(4)),
         graph=graph,
-        work=annotate(graph),
+        work=roofline_costs(graph),
         loss=loss,
         batch_size=16,
     )
-    placement = place_grid(resized(own, 4), Degrees(2, 1, 2), 2, style="loop")
+    placement = place_grid(with_micro_batch_size(own, 4), Degrees(2, 1, 2), 2, style="loop")
     assert stage_costs(own, placement) == each_for_itself(own, placement)
 
 
 def test_layers_are_costed_once() -> None:
     own = problem(perceptron([16] * 9), cluster(8))
-    placement = place_grid(resized(own, 8), Degrees(8, 1, 1), 1, style="loop")
+    placement = place_grid(with_micro_batch_size(own, 8), Degrees(8, 1, 1), 1, style="loop")
     with mock.patch(
-        "autopipe.passes.cost.stages.exchange_seconds", return_value=(0.0, 0.0)
+        "autopipe.passes.cost.stages.stage_collective_seconds", return_value=(0.0, 0.0)
     ) as asked:
         stage_costs(own, placement)
     assert asked.call_count == 3, (

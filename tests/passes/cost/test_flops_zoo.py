@@ -17,7 +17,7 @@ from autopipe.ir.graph import Graph, Value
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, op_instances
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend.read import read_model
 from tests.conformance.adapter import forward_of, stage_of, to_tensor
 
@@ -103,7 +103,9 @@ def counted(graph: Graph) -> tuple[int, int]:
 def test_totals_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
     graph = graph_of(name, tmp_path)
     work = [
-        work for work, use in zip(annotate(graph), op_instances(graph), strict=True) if sums(use)
+        work
+        for work, use in zip(roofline_costs(graph), op_instances(graph), strict=True)
+        if sums(use)
     ]
     forward, backward = counted(graph)
     assert forward > 0

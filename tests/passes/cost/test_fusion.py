@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from autopipe.passes.cost.fusion import fused, fused_groups
-from autopipe.passes.cost.roofline import annotate, node_seconds
+from autopipe.passes.cost.fusion import fused_groups, fused_work
+from autopipe.passes.cost.roofline import node_seconds, roofline_costs
 from tests.distributed.support.builder import Builder
 from tests.passes.cost.graphs import device
 
@@ -22,8 +22,8 @@ def test_a_chain_is_one_pass_over_memory() -> None:
     y = builder.input(SHAPE)
     graph = builder.graph(builder.node("Mul", builder.node("Sigmoid", builder.node("Tanh", x)), y))
     assert fused_groups(graph) == ((0, 1, 2),)
-    apart = annotate(graph)
-    together = fused(graph, "fp32", apart)
+    apart = roofline_costs(graph)
+    together = fused_work(graph, "fp32", apart)
     assert sum(each.forward_bytes for each in apart) == 7 * BYTES
     # Reads x and y, writes the result; backward reads x, y and the result's gradient, and writes
     # that of x.
@@ -44,7 +44,7 @@ def test_what_others_read_is_written() -> None:
     )
     assert fused_groups(graph) == ((0, 2),)
     assert sum(
-        fused(graph, "fp32", annotate(graph))[index].forward_bytes for index in (0, 2)
+        fused_work(graph, "fp32", roofline_costs(graph))[index].forward_bytes for index in (0, 2)
     ) == pytest.approx(3 * BYTES)
 
 

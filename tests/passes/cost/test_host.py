@@ -14,8 +14,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import Phase
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.fusion import fused
-from autopipe.passes.cost.roofline import StepSeconds, annotate
+from autopipe.passes.cost.fusion import fused_work
+from autopipe.passes.cost.roofline import StepSeconds, roofline_costs
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.limits import lower_bound
@@ -48,7 +48,7 @@ def biased() -> Graph:
 
 
 def test_a_bias_counts_with_its_product_and_a_view_counts() -> None:
-    work = annotate(biased())
+    work = roofline_costs(biased())
     assert [each.operators for each in work] == [1, 0, 1]
     assert [each.backward_operators for each in work] == [2, 0, 2]
 
@@ -56,7 +56,7 @@ def test_a_bias_counts_with_its_product_and_a_view_counts() -> None:
 def test_what_no_gradient_flows_through_has_no_backward_operators() -> None:
     builder = Builder(8, 16)
     frozen = builder.relu(builder.linear("x", 16, trainable=False))
-    work = annotate(builder.finish(builder.linear(frozen, 4)))
+    work = roofline_costs(builder.finish(builder.linear(frozen, 4)))
     assert [each.operators for each in work] == [1, 1, 1]
     assert [each.backward_operators for each in work] == [0, 0, 2]
 
@@ -64,7 +64,7 @@ def test_what_no_gradient_flows_through_has_no_backward_operators() -> None:
 def test_nodes_of_one_compiled_kernel_are_one_operator() -> None:
     builder = Builder(8, 16)
     graph = builder.finish(builder.relu(builder.relu(builder.linear("x", 16))))
-    work = fused(graph, "fp32", annotate(graph))
+    work = fused_work(graph, "fp32", roofline_costs(graph))
     assert sum(each.operators for each in work) == 2, "the product, and both activations together"
     assert sum(each.backward_operators for each in work) == 4
 

@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.ir.graph import DType, Graph
 from autopipe.passes.analysis.gradients import attention_tensors, saved_tensors
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.trained import in_double
 from tests.distributed.support.zoo import small_graph
@@ -94,8 +94,8 @@ def test_what_a_gpu_writes_for_attention_is_priced() -> None:
     assert scores in saved_tensors(double, "fp32", (8, 0))[layers[0]]
     assert scores.bytes == 12 * 12 * 12 * 12 * 8
     assert scores.local_bytes({"b": 3, "h": 2}) == scores.bytes // 6
-    written = annotate(double)[layers[0]]
-    priced = annotate(double, "fp32", (8, 0))[layers[0]]
+    written = roofline_costs(double)[layers[0]]
+    priced = roofline_costs(double, "fp32", (8, 0))[layers[0]]
     assert priced.forward_bytes - written.forward_bytes == 4 * scores.bytes
 
 
@@ -122,7 +122,7 @@ def test_capped_scores_are_moved_and_windows_are_masks() -> None:
     scores = attention_tensors(capped)[layer].tensor
     assert scores.bytes == 12 * 12 * 12 * 12 * 4
     assert (
-        annotate(capped)[layer].forward_bytes - annotate(graph)[layer].forward_bytes
+        roofline_costs(capped)[layer].forward_bytes - roofline_costs(graph)[layer].forward_bytes
         == 12 * scores.bytes
     )
     assert layer not in attention_tensors(graph, "bf16", (8, 0))

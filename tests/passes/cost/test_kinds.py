@@ -14,14 +14,14 @@ from autopipe.ir.measured_costs import AffineTime, ExchangeCost, TaskCosts, Tens
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.communication import all_gather, all_reduce, moving_lines
+from autopipe.passes.cost.communication import all_gather, all_reduce, transfer_times_by_level
 from autopipe.passes.cost.memory_check import (
-    check_kinds,
-    check_one_kind,
-    describe_kinds,
-    equal_device_runs,
-    fitted,
-    may_share,
+    check_single_stage_devices,
+    check_stage_devices,
+    describe_device_types,
+    equal_device_ranges,
+    may_share_stage,
+    with_required_recomputation,
 )
 from autopipe.passes.cost.roofline import posting_seconds
 from autopipe.passes.cost.stages import stage_costs
@@ -63,39 +63,41 @@ def test_memory_is_that_of_the_device() -> None:
     graph = perceptron([2000, 2000, 2000])
     both = problem(graph, mixed_cluster([(1, FAST), (1, kind(1.0, memory=20 * 10**6))]))
     first = Placement((Stage(tuple(range(4)), (0,), 8),))
-    assert fitted(both, first) == first
+    assert with_required_recomputation(both, first) == first
     with pytest.raises(
         InfeasibleError, match=r"stage 0 of 1 needs .* on device 1, .* over the limit of 19.07 MiB"
     ):
-        fitted(both, Placement((Stage(tuple(range(4)), (1,), 8),)))
+        with_required_recomputation(both, Placement((Stage(tuple(range(4)), (1,), 8),)))
 
 
 def test_runs_of_one_kind() -> None:
     both = mixed_cluster([(2, FAST), (3, SLOW)])
-    assert equal_device_runs(both) == (range(2), range(2, 5))
-    assert equal_device_runs(replace(both, allow_mixed_stages=True)) == (range(5),)
-    assert equal_device_runs(mixed_cluster([(2, FAST), (1, FAST)])) == (range(3),)
-    assert describe_kinds(both, range(5)) == "2 x4 and 3 x1"
+    assert equal_device_ranges(both) == (range(2), range(2, 5))
+    assert equal_device_ranges(replace(both, allow_mixed_stages=True)) == (range(5),)
+    assert equal_device_ranges(mixed_cluster([(2, FAST), (1, FAST)])) == (range(3),)
+    assert describe_device_types(both, range(5)) == "2 x4 and 3 x1"
 
 
 def test_a_stage_straddles_kinds_only_where_it_is_asked_to() -> None:
     both = problem(perceptron([16, 16, 16]), mixed_cluster([(2, FAST), (2, SLOW)]))
     straddling = Placement((Stage(tuple(range(4)), (1, 2), 8),))
-    assert may_share(both, (0, 1)) and not may_share(both, (1, 2))
+    assert may_share_stage(both, (0, 1)) and not may_share_stage(both, (1, 2))
     with pytest.raises(
         InfeasibleError, match="stage 0 would have devices of different kinds: 1 x4 and 1 x1"
     ):
-        check_kinds(both, straddling)
+        check_stage_devices(both, straddling)
     with pytest.raises(
         InfeasibleError,
         match="somebody would put one stage on devices of different kinds: 2 x4 and 2",
     ):
-        check_one_kind(both, "somebody")
+        check_single_stage_devices(both, "somebody")
     everywhere = replace(both, constraints=(Constraint("*", devices=()),))
-    check_one_kind(everywhere, "somebody")
-    assert not may_share(everywhere, (1, 2))
-    check_kinds(replace(both, constraints=(Constraint("*", devices=(2, 1)),)), straddling)
-    check_kinds(replace(both, cluster=replace(both.cluster, allow_mixed_stages=True)), straddling)
+    check_single_stage_devices(everywhere, "somebody")
+    assert not may_share_stage(everywhere, (1, 2))
+    check_stage_devices(replace(both, constraints=(Constraint("*", devices=(2, 1)),)), straddling)
+    check_stage_devices(
+        replace(both, cluster=replace(both.cluster, allow_mixed_stages=True)), straddling
+    )
 
 
 def test_groups_of_nodes_that_are_alike_exchange_as_in_one_hierarchy() -> None:
@@ -119,8 +121,8 @@ def line(link: Link) -> AffineTime:
 
 def test_what_groups_exchange_goes_over_the_slowest_link() -> None:
     both = mixed_cluster([(2, FAST), (3, SLOW)])
-    assert moving_lines(both, (2, 3, 4)) == ((1, line(both.groups[1].levels[0].link)),)
-    assert moving_lines(both, (0, 1, 2)) == ((1, line(OUTER)),)
+    assert transfer_times_by_level(both, (2, 3, 4)) == ((1, line(both.groups[1].levels[0].link)),)
+    assert transfer_times_by_level(both, (0, 1, 2)) == ((1, line(OUTER)),)
     assert all_reduce(both, range(5)).seconds(1e9) == pytest.approx(2 * 4 / 5 * 1e9 / 1e9, rel=0.01)
 
 

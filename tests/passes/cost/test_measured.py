@@ -28,12 +28,12 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.communication import all_gather, all_reduce
 from autopipe.passes.cost.measured import (
     Operations,
+    cost_coverage,
     costed_work,
-    coverage,
     measured_cluster,
-    resized,
+    with_micro_batch_size,
 )
-from autopipe.passes.cost.roofline import annotate, node_seconds
+from autopipe.passes.cost.roofline import node_seconds, roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
 from tests.passes.cost.graphs import Builder, cluster, device, perceptron, problem
@@ -54,9 +54,9 @@ def _costs(
     graph: Graph, times: tuple[float, ...], degrees: tuple[int, ...]
 ) -> Iterator[OperationCost]:
     operations = Operations(graph, "fp32")
-    work = annotate(graph)
+    work = roofline_costs(graph)
     for index, seconds in enumerate(times):
-        for splits in ((), *operations.cuts(index, degrees)):
+        for splits in ((), *operations.measurable_splits(index, degrees)):
             spent = seconds * (0.75 if splits else 1.0)
             sample = operations.sample(index, work[index], splits)
             yield sample.cost(Timing(spent, 0.0, 5), Timing(2 * spent, 0.0, 5))
@@ -77,10 +77,10 @@ def test_measured_nodes_take_what_was_measured() -> None:
     forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, [1, 2, 3, 4])
     np.testing.assert_allclose(backward, [2, 4, 6, 8])
-    found = coverage(given)
+    found = cost_coverage(given)
     assert found is not None
     assert (found.measured, found.extrapolated) == (4, 0)
-    assert coverage(problem(GRAPH, cluster(2))) is None
+    assert cost_coverage(problem(GRAPH, cluster(2))) is None
 
 
 def test_shares_take_what_was_measured_of_them() -> None:
@@ -94,23 +94,23 @@ def test_shares_take_what_was_measured_of_them() -> None:
 
 
 def test_other_micro_batches_are_looked_up_by_their_shapes() -> None:
-    half = costs_of(resized(problem(GRAPH, cluster(2)), 4).graph, 7.0, 7.0, 7.0, 7.0)
-    given = resized(measured_problem(GRAPH, half), 4)
+    half = costs_of(with_micro_batch_size(problem(GRAPH, cluster(2)), 4).graph, 7.0, 7.0, 7.0, 7.0)
+    given = with_micro_batch_size(measured_problem(GRAPH, half), 4)
     forward, _ = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, 7.0)
-    found = coverage(given)
+    found = cost_coverage(given)
     assert found is not None
     assert found.measured == 4
 
 
 def test_what_was_not_measured_is_judged_by_what_was() -> None:
     """The second MatMul by the first one's ratio to the roofline, the Relus by all there is."""
-    roofline, _ = node_seconds(annotate(GRAPH), device(), "fp32")
+    roofline, _ = node_seconds(roofline_costs(GRAPH), device(), "fp32")
     ratio = 1.0 / roofline[0]
     given = measured_problem(GRAPH, costs_of(GRAPH, 1.0))
     forward, _ = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, [1.0, *(roofline[1:] * ratio)])
-    found = coverage(given)
+    found = cost_coverage(given)
     assert found is not None
     assert (found.measured, found.extrapolated) == (1, 3)
 
@@ -123,7 +123,7 @@ def test_a_file_of_inference_judges_backward() -> None:
     given = measured_problem(GRAPH, Costs((forward_only,)))
     forward, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, 1.0)
-    np.testing.assert_allclose(backward, node_seconds(annotate(GRAPH), device(), "fp32")[1])
+    np.testing.assert_allclose(backward, node_seconds(roofline_costs(GRAPH), device(), "fp32")[1])
 
 
 def test_a_bias_is_a_part_of_its_product() -> None:
@@ -143,7 +143,7 @@ def test_a_bias_is_a_part_of_its_product() -> None:
     forward, _ = node_seconds(given.work, given.cluster.devices[0], "fp32")
     np.testing.assert_allclose(forward, [5.0, 0.0])
     judged = measured_problem(graph, costs_of(GRAPH, 1.0))
-    found = coverage(judged)
+    found = cost_coverage(judged)
     assert found is not None
     assert (found.measured, found.extrapolated) == (0, 2)
     forward, _ = node_seconds(judged.work, judged.cluster.devices[0], "fp32")

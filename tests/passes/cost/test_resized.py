@@ -12,9 +12,9 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory_check import in_flight
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory_check import micro_batches_in_flight
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -24,12 +24,12 @@ def test_a_smaller_problem_is_that_of_a_graph_made_for_fewer_samples(size):
     whole = dataclasses.replace(
         problem(perceptron([16] * 4), cluster(2)), micro_batch_sizes=(1, 2, 4, 8)
     )
-    small = resized(whole, size)
+    small = with_micro_batch_size(whole, size)
     assert (small.micro_batch_size, small.micro_batches) == (size, 32 // size)
     assert small.micro_batch_sizes == tuple(each for each in (1, 2, 4, 8) if each <= size)
     assert [node.name for node in small.graph.nodes] == [node.name for node in whole.graph.nodes]
     assert {value.shape[0] for value in small.graph.inputs} == {size}
-    assert small.work == annotate(small.graph)
+    assert small.work == roofline_costs(small.graph)
     for less, more in zip(small.work, whole.work, strict=True):
         assert less.forward_flops * 8 == pytest.approx(more.forward_flops * size)
 
@@ -38,7 +38,7 @@ def test_only_divisors_are_sizes():
     with pytest.raises(
         ConfigurationError, match="micro-batches of 3 samples do not divide the batch of 8 samples"
     ):
-        resized(problem(perceptron([16] * 4), cluster(2)), 3)
+        with_micro_batch_size(problem(perceptron([16] * 4), cluster(2)), 3)
 
 
 def placed(whole, sizes):
@@ -71,9 +71,9 @@ def test_stages_of_sizes_that_do_not_divide_are_refused():
 def test_a_stage_costs_what_its_own_micro_batches_cost():
     whole = problem(perceptron([64] * 4), cluster(2))
     mixed = stage_costs(whole, placed(whole, (2, 8)))
-    small = resized(whole, 2)
+    small = with_micro_batch_size(whole, 2)
     assert mixed[0] == stage_costs(small, placed(small, (2, 2)))[0]
     assert mixed[1] == stage_costs(whole, placed(whole, (8, 8)))[1]
-    assert in_flight(whole, placed(whole, (2, 8))) == (8, 1), (
+    assert micro_batches_in_flight(whole, placed(whole, (2, 8))) == (8, 1), (
         "twice what the next one takes at once"
     )

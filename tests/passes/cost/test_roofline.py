@@ -6,7 +6,7 @@ import pytest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.problem import NodeCost
-from autopipe.passes.cost.roofline import annotate, node_seconds, update_seconds
+from autopipe.passes.cost.roofline import node_seconds, roofline_costs, update_seconds
 from autopipe.passes.frontend.fusion import cross_entropy
 from tests.passes.cost.graphs import Builder, device
 
@@ -33,8 +33,8 @@ def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(
     loss = builder.node("SoftmaxCrossEntropyLoss", (scores, "labels"), ())
     apart = builder.finish(loss)
     joined = cross_entropy.fuse_linear_losses(apart, (loss,))
-    (_, product, taken) = annotate(apart)
-    (_, both) = annotate(joined)
+    (_, product, taken) = roofline_costs(apart)
+    (_, both) = roofline_costs(joined)
     assert both.forward_flops == product.forward_flops + taken.forward_flops
     assert both.backward_flops == pytest.approx(products * both.forward_flops)
     assert both.kept_bytes == 4 * 8 * 4 + 16 * 8, (
@@ -57,7 +57,7 @@ def test_unaligned_16_bit_products_are_slower(
     """The rows of both factors and of the result have to be multiples of 8 elements."""
     builder = Builder(8, widths[0])
     graph = builder.finish(builder.linear(builder.linear("x", widths[1]), widths[2]))
-    work = annotate(graph, precision)
+    work = roofline_costs(graph, precision)
     assert [each.product_rate for each in work] == rates
     toy = device(flops=1e12, bandwidth=1e15, latency=0.0)
     forward, _ = node_seconds(work, toy, precision)

@@ -18,8 +18,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.passes.analysis.chain import Chain
 from autopipe.passes.cost.memory import fitting_micro_batches
-from autopipe.passes.cost.range_tables import Tables, make_tables
-from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.cost.range_tables import RangeTables, make_range_tables
+from autopipe.passes.cost.stage_work import gradient_reduction_cost
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, option_table
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -40,13 +40,13 @@ problems = st.builds(
 degrees = st.sampled_from([1, 2, 4])
 
 
-def tables_of(whole: Problem) -> Tables:
+def tables_of(whole: Problem) -> RangeTables:
     """Return the tables of a chain with one node per block."""
     count = len(whole.graph.nodes)
-    return make_tables(whole, Chain.of(range(count), range(count + 1)))
+    return make_range_tables(whole, Chain.of(range(count), range(count + 1)))
 
 
-def placed(tables: Tables, first: int, stop: int, degree: int, recompute: bool) -> StageCost:
+def placed(tables: RangeTables, first: int, stop: int, degree: int, recompute: bool) -> StageCost:
     """Return the cost of nodes `first` to `stop - 1` on `degree` devices, between a stage with the
     nodes before them and a stage with the nodes after them.
     """
@@ -83,7 +83,7 @@ def test_range_tables_equal_the_costs_of_a_stage(
     device = whole.cluster.devices[0]
     forward, backward = (each[at] for each in tables.seconds(degree, device))
     assert cost.forward_s == pytest.approx(forward)
-    reduce = exchange_of_gradients(whole, range(1, 1 + degree))
+    reduce = gradient_reduction_cost(whole, range(1, 1 + degree))
     end_s = tables.step_end_seconds(degree, device, reduce)[at]
     if whole.train:
         again = forward if recompute else 0.0

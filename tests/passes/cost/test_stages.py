@@ -11,7 +11,11 @@ from autopipe.ir.problem import Mode, Optimizer
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
 from autopipe.passes.cost.memory import static_memory
-from autopipe.passes.cost.memory_check import device_memory, fitted, in_flight
+from autopipe.passes.cost.memory_check import (
+    device_memory,
+    micro_batches_in_flight,
+    with_required_recomputation,
+)
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
 from autopipe.passes.cost.stages import stage_costs
 from tests.passes.cost.graphs import Builder, cluster, edge_bytes, perceptron, problem
@@ -230,10 +234,10 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     placement = cut(graph, [0, 8], [(0,), (1,)])
     loose = problem(graph, cluster(2))
     used = device_memory(loose, placement, stage_costs(loose, placement))
-    assert in_flight(loose, placement) == (2, 1)
-    assert fitted(loose, placement) == placement
+    assert micro_batches_in_flight(loose, placement) == (2, 1)
+    assert with_required_recomputation(loose, placement) == placement
     tight = replace(loose, memory_limit=max(used) - 1)
-    assert fitted(tight, placement) == placement, (
+    assert with_required_recomputation(tight, placement) == placement, (
         "a schedule may keep fewer micro-batches than 1F1B"
     )
     least = max(
@@ -241,15 +245,15 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
             replace(loose, batch_size=8, micro_batches=1), placement, stage_costs(loose, placement)
         )
     )
-    assert fitted(replace(loose, memory_limit=least), placement) == placement
+    assert with_required_recomputation(replace(loose, memory_limit=least), placement) == placement
     with pytest.raises(
         InfeasibleError, match=r"stage 1 of 2 needs .* on device 1, 1 byte over the limit"
     ):
-        fitted(replace(loose, memory_limit=least - 1), placement)
-    again = fitted(replace(tight, recompute="auto"), placement)
+        with_required_recomputation(replace(loose, memory_limit=least - 1), placement)
+    again = with_required_recomputation(replace(tight, recompute="auto"), placement)
     assert [stage.recompute for stage in again.stages] == [True, False]
     with pytest.raises(InfeasibleError, match="over the limit of"):
-        fitted(replace(loose, recompute="auto", memory_limit=1), placement)
+        with_required_recomputation(replace(loose, recompute="auto", memory_limit=1), placement)
 
 
 def test_a_parameter_that_stages_would_cut_differently_is_held_whole() -> None:

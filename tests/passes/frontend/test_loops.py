@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.batch import resize_batch
 from autopipe.ir.errors import ModelError
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import Model, control_flow, read_model
 from tests.ir.ops.splitting import Use, check
 from tests.passes.frontend.building import floats
@@ -215,7 +215,7 @@ def test_the_work_of_a_loop_is_that_of_all_iterations(tmp_path: Path) -> None:
     onnx.save(model(CELL), tmp_path / "model.onnx")
     found = []
     for each in both(tmp_path / "model.onnx"):
-        work = annotate(each.graph)
+        work = roofline_costs(each.graph)
         found.append(
             (sum(one.forward_flops for one in work), sum(one.backward_flops for one in work))
         )

@@ -13,9 +13,9 @@ from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.program import Collective, Compute, StageCode
-from autopipe.passes.cost.communication import reduction_cost, relayout_seconds
-from autopipe.passes.cost.roofline import annotate
-from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
+from autopipe.passes.cost.communication import redistribution_seconds, reduction_cost
+from autopipe.passes.cost.roofline import roofline_costs
+from autopipe.passes.cost.stage_work import stage_collective_seconds, stage_work
 from autopipe.passes.lower.lower import lower
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.drawing import graphs, placements
@@ -113,10 +113,10 @@ def test_costs_count_the_collectives_that_are_lowered(
     links: Cluster = cluster(4)
     mode = Mode.TRAIN if train else Mode.INFER
     problem = Problem(
-        graph, annotate(graph, precision), links, 4, 1, mode, loss, precision=precision
+        graph, roofline_costs(graph, precision), links, 4, 1, mode, loss, precision=precision
     )
     for code, work in zip(found.stages, stage_work(problem, placement), strict=True):
-        counted, _ = exchange_seconds(work)
+        counted, _ = stage_collective_seconds(work)
         assert abs(counted - _seconds(graph, code, links)) < 1e-15
 
 
@@ -127,7 +127,7 @@ def _seconds(graph: Graph, code: StageCode, links: Cluster) -> float:
     total = 0.0
     for each in code.operations:
         if isinstance(each, Collective):
-            total += relayout_seconds(links, code.devices, each.relayout, each.itemsize)
+            total += redistribution_seconds(links, code.devices, each.relayout, each.itemsize)
         elif each.joint:
             signature = signature_of(graph, graph.nodes[each.node])
             row = OPERATORS[qualified_name(signature.node)]

@@ -10,7 +10,7 @@ import pytest
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.memory_check import check_kinds
+from autopipe.passes.cost.memory_check import check_stage_devices
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Pase
@@ -43,7 +43,7 @@ def test_a_strategy_straddles_no_kinds_or_says_so(name: str) -> None:
             assert "2 fast and 2 slow" in error.message and "\n" not in error.message
             assert "cluster.allow_mixed_stages" in error.hint
         return
-    check_kinds(both, placement)
+    check_stage_devices(both, placement)
     assert name not in STRADDLE
 
 

@@ -25,10 +25,10 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
 from autopipe.passes.analysis.chain import Blocks
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.memory_check import equal_device_runs, out_of_memory
-from autopipe.passes.cost.range_tables import Tables, make_tables
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory import parameter_state
+from autopipe.passes.cost.memory_check import equal_device_ranges, out_of_memory_error
+from autopipe.passes.cost.range_tables import RangeTables, make_range_tables
 from autopipe.passes.cost.roofline import mean_accumulate_seconds
 from autopipe.passes.placement.graphpipe.search import TargetProbe, minimum_devices
 from autopipe.passes.placement.graphpipe.series_parallel import (
@@ -466,7 +466,7 @@ class MicroBatchSearch:
         phases = zip(*shares, strict=True)
         every = float(sum(np.minimum.reduce(each).sum() for each in phases))
         names = ((parameter.value.name, 1) for parameter in problem.graph.parameters)
-        gradient_bytes = float(state_of(problem, names).gradient_bytes)
+        gradient_bytes = float(parameter_state(problem, names).gradient_bytes)
         added = min(
             mean_accumulate_seconds(kind, gradient_bytes, problem.batch_size // size, tensors=0)
             for kind in kinds
@@ -532,7 +532,7 @@ class MicroBatchSearch:
             placement = self._make_placement(each)
             if len(close) == 1 and best is None and each.memory <= _TRUSTED_MEMORY:
                 return placement
-            seconds, used = simulate_1f1b(resized(self.problem, each.size), placement)
+            seconds, used = simulate_1f1b(with_micro_batch_size(self.problem, each.size), placement)
             if used <= 1 and seconds < least_s:
                 best = placement
                 least_s = seconds
@@ -564,11 +564,11 @@ class MicroBatchSearch:
                 best = min(best, answer.step_s)
                 yield answer
 
-    def _make_solver(self, line: BlockChain) -> tuple[Solver, Tables]:
+    def _make_solver(self, line: BlockChain) -> tuple[Solver, RangeTables]:
         """Return the solver for a chain, and the tables from which the costs of its stages are
         computed.
         """
-        return Solver(line, self.devices, self.problem.train), make_tables(
+        return Solver(line, self.devices, self.problem.train), make_range_tables(
             self.problem, line.chain, self.samples
         )
 
@@ -581,7 +581,7 @@ class MicroBatchSearch:
         devices are placed in the order of the chain, so neighbouring stages get neighbouring
         devices.
         """
-        runs = equal_device_runs(self.problem.cluster)
+        runs = equal_device_ranges(self.problem.cluster)
         firsts = [run.start for run in runs]
         stages: dict[int, Stage] = {}
         for index, draft in sorted(enumerate(found.drafts), key=lambda each: -each[1].degree):
@@ -638,4 +638,4 @@ class MicroBatchSearch:
         worst = max(range(len(firsts)), key=excess.__getitem__)
         device = firsts[worst]
         need = max(found.drafts[worst].memory, problem.memory_of(device) + 1)
-        return out_of_memory(problem, [worst], len(found.drafts), device, need, least=True)
+        return out_of_memory_error(problem, [worst], len(found.drafts), device, need, least=True)

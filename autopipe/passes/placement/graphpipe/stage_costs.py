@@ -20,17 +20,17 @@ from autopipe.ir.problem import NodeCost, Problem
 from autopipe.passes.analysis.chain import Matrix, range_sums
 from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.cost.communication import message_seconds
-from autopipe.passes.cost.fusion import fused
+from autopipe.passes.cost.fusion import fused_work
 from autopipe.passes.cost.memory import MemoryParts, fitting_micro_batches
-from autopipe.passes.cost.memory_check import equal_device_runs
-from autopipe.passes.cost.range_tables import Tables
+from autopipe.passes.cost.memory_check import equal_device_ranges
+from autopipe.passes.cost.range_tables import RangeTables
 from autopipe.passes.cost.roofline import (
-    accumulate_per_byte,
-    annotate_share,
+    accumulate_seconds_per_byte,
     node_seconds,
-    task_seconds,
+    roofline_costs_of_share,
+    task_overhead_seconds,
 )
-from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.cost.stage_work import gradient_reduction_cost
 from autopipe.passes.placement.graphpipe.search import UNREACHABLE, Devices, PartitionStage
 
 Seconds = NDArray[np.float64]
@@ -48,9 +48,9 @@ class NodeSeconds:
     def __init__(self, problem: Problem, samples: SampleAxes) -> None:
         self.problem = problem
         self.samples = samples
-        half = annotate_share(problem.graph, samples, problem.precision, 0.5)
+        half = roofline_costs_of_share(problem.graph, samples, problem.precision, 0.5)
         if problem.compiled:
-            half = fused(problem.graph, problem.precision, half)
+            half = fused_work(problem.graph, problem.precision, half)
         kinds: dict[tuple[int, NodeCost], int] = {}
         keys = [(id(use), work) for use, work in zip(samples.uses, problem.work, strict=True)]
         self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
@@ -150,7 +150,7 @@ class StageOption:
     """
 
     run: int
-    """Index of the run of equal devices in `equal_device_runs(cluster)`."""
+    """Index of the run of equal devices in `equal_device_ranges(cluster)`."""
     degree: int
     recompute: bool
     forward: Matrix
@@ -268,7 +268,7 @@ class OptionTable:
 
 
 def option_table(
-    tables: Tables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
+    tables: RangeTables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
 ) -> OptionTable:
     """Return the stage options for micro-batches of `size` samples, on the numbers of devices in
     `degrees` that divide `size`.
@@ -276,7 +276,7 @@ def option_table(
     `spare` bytes are added to the memory limit of each device.
     """
     problem = tables.problem
-    runs = equal_device_runs(problem.cluster)
+    runs = equal_device_ranges(problem.cluster)
     limits = [min(map(problem.memory_of, run)) + spare for run in runs]
     shared = bool(problem.graph.batch_axes)
     allowed = [degree for degree in degrees if size % degree == 0 and (shared or degree == 1)]
@@ -301,14 +301,14 @@ def option_table(
 
 
 def _options(
-    tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
+    tables: RangeTables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
 ) -> Iterator[StageOption]:
     """Yield the stage options on `degree` devices of run `run`, whose memory limit is `limit`
     bytes: with recomputation, without it, or both, as the problem permits.
     """
     problem = tables.problem
     chain = tables.chain
-    devices = equal_device_runs(problem.cluster)[run]
+    devices = equal_device_ranges(problem.cluster)[run]
     kinds = problem.cluster.device_types_among(devices)
     micro_batches = problem.batch_size // size
     part = size / problem.micro_batch_size / degree
@@ -326,8 +326,8 @@ def _options(
         for each in seconds.forward_and_backward(size, degree, kinds)
     )
     uneven = seconds.indivisible_nodes(degree)
-    device = max(kinds, key=accumulate_per_byte)
-    starts = task_seconds(device)
+    device = max(kinds, key=accumulate_seconds_per_byte)
+    starts = task_overhead_seconds(device)
     forward += starts[0]
     if uneven.any():
         forward += tables.infinite_with(uneven)
@@ -359,7 +359,7 @@ def _options(
         return
     backward += starts[1] + tables.accumulate_seconds(device, micro_batches)
     returning = message_seconds(link, tables.leaving, memory.sent)
-    reduce = exchange_of_gradients(problem, devices[:degree])
+    reduce = gradient_reduction_cost(problem, devices[:degree])
     end = tables.step_end_seconds(degree, device, reduce)
     if problem.recompute != "full":
         yield make_option(False, backward, returning, end)

@@ -23,9 +23,9 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.measured import with_micro_batch_size
 from autopipe.passes.cost.memory_check import check_operators
-from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.cost.roofline import mean_node_seconds
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.series_parallel import (
@@ -100,7 +100,7 @@ def _search_placement(problem: Problem) -> Placement | InfeasibleError:
     """
     graph = problem.graph
     units = make_units(graph)
-    forward, backward = mean_seconds(problem)
+    forward, backward = mean_node_seconds(problem)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
     tree, regions = decompose(units.needs, weights)
     trees = itertools.chain((tree,), alternative_trees(tree, units.needs, weights))
@@ -133,7 +133,9 @@ def search_stage_micro_batches(problem: Problem, placement: Placement) -> Placem
     the largest size.
     """
     best = _kfkb_step_seconds(problem, placement)
-    graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
+    graph = StageGraph.of(
+        with_micro_batch_size(problem, placement.stages[0].micro_batch_size), placement
+    )
     depths = depths_to_end(len(placement.stages), graph.edges)
     together = dict.fromkeys(
         frozenset(stage for stage, own in enumerate(depths) if low <= own <= high)
@@ -184,7 +186,9 @@ def _kfkb_step_seconds(problem: Problem, placement: Placement) -> float:
     suffice or if values cannot be divided into micro-batches of these sizes.
     """
     try:
-        problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+        problem = with_micro_batch_size(
+            problem, max(stage.micro_batch_size for stage in placement.stages)
+        )
         return quick_step_seconds(problem, placement, stage_costs(problem, placement))
     except AutopipeError:
         return math.inf
@@ -201,7 +205,9 @@ def split_stages_by_pase(problem: Problem, placement: Placement) -> Placement:
     Stages must not share devices. Raise ConfigurationError for constraints that cannot be
     satisfied.
     """
-    problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+    problem = with_micro_batch_size(
+        problem, max(stage.micro_batch_size for stage in placement.stages)
+    )
     required = _required_splits(problem, placement)
     inside = SplitProblem(problem, placement, required)
     solver = Exact(problem.time_limit)
@@ -261,7 +267,7 @@ def _required_splits(problem: Problem, placement: Placement) -> dict[int, Splits
     resolved = resolved_constraints(problem)
     found = dict[int, Splits]()
     for stage in placement.stages if resolved else ():
-        samples = sample_axes(resized(problem, stage.micro_batch_size).graph)
+        samples = sample_axes(with_micro_batch_size(problem, stage.micro_batch_size).graph)
         for node, splits in required_splits(resolved, samples).items():
             if (
                 node in stage.nodes

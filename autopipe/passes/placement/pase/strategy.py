@@ -25,13 +25,13 @@ from autopipe.passes.analysis.constraints import (
 )
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
-from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory import parameter_state
 from autopipe.passes.cost.memory_check import (
-    check_kinds,
-    check_least,
-    check_one_kind,
+    check_memory_bound,
     check_operators,
-    fitted,
+    check_single_stage_devices,
+    check_stage_devices,
+    with_required_recomputation,
 )
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.pase.paper_search import (
@@ -63,10 +63,12 @@ def place_in_stages(
     # If an even fraction of the parameters and their state exceeds the memory, no search is needed
     # to know that memory does not suffice. With a single stage, the tensors saved for backward are
     # added, because the search for splits counts all of them, with or without recomputation.
-    state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
+    state = parameter_state(problem, ((each.value.name, 1) for each in problem.graph.parameters))
     parameters = state.total - state.low_precision_bytes
     saved = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
-    check_least(problem, (parameters + saved) // problem.cluster.size, list(range(count)), count)
+    check_memory_bound(
+        problem, (parameters + saved) // problem.cluster.size, list(range(count)), count
+    )
     resolved = resolved_constraints(problem)
     required = required_splits(resolved, sample_axes(problem.graph))
     groups = _stage_devices(problem, resolved, count)
@@ -81,9 +83,9 @@ def place_in_stages(
         tuple(Stage(nodes, group, size, recompute=recompute) for nodes, group in stages)
     )
     check_degrees(problem, required, placement)
-    check_kinds(problem, placement)
+    check_stage_devices(problem, placement)
     found = split_stages(problem, placement, required, solver, overlap)
-    return replace(fitted(problem, found), proof=found.proof)
+    return replace(with_required_recomputation(problem, found), proof=found.proof)
 
 
 def _stage_devices(
@@ -256,7 +258,7 @@ class Pase:
             )
         check_operators(problem)
         if self.stages == 1:
-            check_one_kind(problem, self.name)
+            check_single_stage_devices(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
         """Return the placement with the shortest step.
@@ -271,7 +273,9 @@ class Pase:
                 make_paper_tables(problem), lambda model: self._solve(model, None, exact)
             )
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
-            return replace(fitted(problem, paper_placement(problem, found)), proof=proof)
+            return replace(
+                with_required_recomputation(problem, paper_placement(problem, found)), proof=proof
+            )
 
         def solver(tables: Tables, limit: float | None) -> Assignment:
             """Return the best assignment of splits for a stage, within `limit` bytes unless it is
@@ -319,7 +323,7 @@ class _OneStageBaseline:
         that may not share a stage.
         """
         check_operators(problem)
-        check_one_kind(problem, self.name)
+        check_single_stage_devices(problem, self.name)
 
 
 @dataclass(frozen=True, slots=True)

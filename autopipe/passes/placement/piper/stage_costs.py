@@ -28,11 +28,11 @@ from autopipe.passes.cost.communication import message_seconds
 from autopipe.passes.cost.memory import (
     MemoryParts,
     fitting_micro_batches,
+    parameter_state,
     saved_bytes,
-    state_of,
 )
 from autopipe.passes.cost.roofline import update_seconds
-from autopipe.passes.cost.stage_work import exchange_of_gradients, stage_work, updated_part
+from autopipe.passes.cost.stage_work import gradient_reduction_cost, stage_work, updated_fraction
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.downsets import Downsets, Figures, NestedPairs
 from autopipe.passes.sharding.regions import (
@@ -204,9 +204,14 @@ def block_costs(problem: Problem, blocks: Blocks, sharing: StageParallelism) -> 
     for parts in (work.parameter_parts for work in works):
         copies = {name: {name: sharing.devices // count} for name, count in parts}
         state.append(
-            {name: state_of(problem, [(name, count)], copies[name]).total for name, count in parts}
+            {
+                name: parameter_state(problem, [(name, count)], copies[name]).total
+                for name, count in parts
+            }
         )
-        sizes = {name: state_of(problem, [(name, count)]).gradient_bytes for name, count in parts}
+        sizes = {
+            name: parameter_state(problem, [(name, count)]).gradient_bytes for name, count in parts
+        }
         gradients.append({name: sizes[name] for name, count in parts if count == 1})
         sharded_gradients.append({name: sizes[name] for name, count in parts if count > 1})
     return BlockCosts(
@@ -564,10 +569,10 @@ class DownsetCosts:
         sharded = figures.sharded_gradients.sum_between(downsets, pairs)
         group = range(sharing.devices)
         equal_shards = range(0, sharing.devices, sharing.tensor)
-        seconds = exchange_of_gradients(problem, group).seconds_each(replicated)
-        seconds = seconds + exchange_of_gradients(problem, equal_shards).seconds_each(sharded)
-        updated = replicated * updated_part(problem, len(group))
-        updated = updated + sharded * updated_part(problem, len(equal_shards))
+        seconds = gradient_reduction_cost(problem, group).seconds_each(replicated)
+        seconds = seconds + gradient_reduction_cost(problem, equal_shards).seconds_each(sharded)
+        updated = replicated * updated_fraction(problem, len(group))
+        updated = updated + sharded * updated_fraction(problem, len(equal_shards))
         states = problem.optimizer.states
         updates = (
             update_seconds(device, updated, states, tensors=0) for device in problem.cluster.kinds

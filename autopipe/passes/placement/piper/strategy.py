@@ -45,11 +45,11 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import (
     check_operators,
-    describe_kinds,
-    equal_device_runs,
-    fitted,
+    describe_device_types,
+    equal_device_ranges,
+    with_required_recomputation,
 )
-from autopipe.passes.cost.roofline import Seconds, mean_seconds
+from autopipe.passes.cost.roofline import Seconds, mean_node_seconds
 from autopipe.passes.partition.chain_cut import chain_step_seconds
 from autopipe.passes.partition.downsets import Downsets, count_downsets
 from autopipe.passes.placement.piper.stage_costs import (
@@ -460,8 +460,8 @@ class Piper:
                 where="strategy",
             )
         check_operators(problem)
-        if len(equal_device_runs(problem.cluster)) > 1:
-            everything = describe_kinds(problem.cluster, range(problem.cluster.size))
+        if len(equal_device_ranges(problem.cluster)) > 1:
+            everything = describe_device_types(problem.cluster, range(problem.cluster.size))
             raise InfeasibleError(
                 (
                     "piper assumes that all devices are equally fast, but the cluster has "
@@ -478,7 +478,7 @@ class Piper:
         Raise InfeasibleError if there are more than `max_downsets` downsets or no chain fits the
         memory, and ConfigurationError for a constraint that the chain violates.
         """
-        forward, backward = mean_seconds(problem)
+        forward, backward = mean_node_seconds(problem)
         blocks = merge_nodes(problem.graph, forward + backward)
         count = count_downsets(blocks.needs)
         if count is None or count > self.max_downsets:
@@ -522,7 +522,7 @@ class Piper:
                 hint="use more devices, smaller micro-batches or a higher memory limit",
             )
         stages = tuple(_make_stage(problem, chains, piece) for piece in pieces)
-        return fitted(problem, Placement(stages)), _step_seconds(pieces, count)
+        return with_required_recomputation(problem, Placement(stages)), _step_seconds(pieces, count)
 
 
 def _make_stage(problem: Problem, chains: SearchSpace, piece: DownsetStage) -> Stage:

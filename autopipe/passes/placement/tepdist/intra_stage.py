@@ -15,8 +15,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import element_bytes, sample_axes
-from autopipe.passes.cost.memory_check import device_memory, out_of_memory
-from autopipe.passes.cost.stage_work import reach
+from autopipe.passes.cost.memory_check import device_memory, out_of_memory_error
+from autopipe.passes.cost.stage_work import device_group_key
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.levels import Level
 from autopipe.passes.schedule.limits import quick_step
@@ -100,7 +100,10 @@ class IntraStageSearch:
                 return describe_value(name), parameter.trainable, name in options.whole
             return describe_value(name)
 
-        key_parts: list[Hashable] = [reach(self.problem.cluster, devices), options.recompute]
+        key_parts: list[Hashable] = [
+            device_group_key(self.problem.cluster, devices),
+            options.recompute,
+        ]
         for node in nodes:
             operation = graph.nodes[node]
             inputs = tuple(describe_input(name) if name else None for name in operation.inputs)
@@ -257,7 +260,9 @@ class IntraStageSearch:
             if rounds[keys[worst]] > _ROUNDS:
                 device = plain.excess[worst][1]
                 need = self.problem.memory_of(device) + plain.excess[worst][0]
-                raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
+                raise out_of_memory_error(
+                    self.problem, [worst], len(keys), device, need, least=True
+                )
             self._check_minimum_memory(inside, plain, worst)
             fitted = inside.split(
                 plain.placement,
@@ -292,7 +297,7 @@ class IntraStageSearch:
         minimum = persistent + max(int(each.min()) for each in tables.passing)
         device = plain.excess[index][1]
         if minimum > self.problem.memory_of(device):
-            raise out_of_memory(
+            raise out_of_memory_error(
                 self.problem, [index], len(inside.plans), device, minimum, least=True
             )
 

@@ -32,11 +32,15 @@ from autopipe.passes.analysis.constraints import (
     resolved_constraints,
 )
 from autopipe.passes.batching import Division, climb, divisors
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.memory_check import check_least, check_operators, equal_device_runs
-from autopipe.passes.cost.roofline import Seconds, StepSeconds, accumulate_per_byte
-from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory import parameter_state
+from autopipe.passes.cost.memory_check import (
+    check_memory_bound,
+    check_operators,
+    equal_device_ranges,
+)
+from autopipe.passes.cost.roofline import Seconds, StepSeconds, accumulate_seconds_per_byte
+from autopipe.passes.cost.stage_work import gradient_reduction_cost
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.partition.min_cut_ilp import partition_nodes
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
@@ -80,7 +84,7 @@ def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
     with the devices of a node as the outer dimension. If the devices have several types, groups are
     equal within each type. Divisions into the largest groups come first.
     """
-    runs = equal_device_runs(cluster)
+    runs = equal_device_ranges(cluster)
     # The widths of groups are in descending order, so that meshes with few stages come first.
     for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
         count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
@@ -178,7 +182,7 @@ class StepBounds:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._seconds = StepSeconds(problem)
-        self._state = state_of(
+        self._state = parameter_state(
             problem, ((parameter.value.name, 1) for parameter in problem.graph.parameters)
         )
 
@@ -186,7 +190,7 @@ class StepBounds:
         """Raise InfeasibleError if parameters, gradients and optimizer state exceed the memory even
         if they are divided evenly among all devices.
         """
-        check_least(
+        check_memory_bound(
             self.problem,
             (self._state.total - self._state.low_precision_bytes) // self.problem.cluster.size,
             [0],
@@ -259,9 +263,10 @@ class StepBounds:
         end = 0.0
         for group, *_ in kinds:
             slowest = max(
-                accumulate_per_byte(device) for device in problem.cluster.device_types_among(group)
+                accumulate_seconds_per_byte(device)
+                for device in problem.cluster.device_types_among(group)
             )
-            gradients = exchange_of_gradients(problem, group).seconds(share)
+            gradients = gradient_reduction_cost(problem, group).seconds(share)
             end = max(end, gradients + (micro_batches - 1) * slowest * share / len(group))
         return (micro_batches + mesh.stages - 1) * even + end
 
@@ -345,7 +350,7 @@ class OuterSearch:
     def _make_intra_stage_search(self, count: int) -> IntraStageSearch:
         """Return the search for splits on `count` micro-batches per step."""
         return IntraStageSearch(
-            resized(self.problem, self.problem.batch_size // count), self.solver
+            with_micro_batch_size(self.problem, self.problem.batch_size // count), self.solver
         )
 
     def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> MeshTrial:

@@ -19,7 +19,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.words import plural
-from autopipe.passes.cost.memory import stages_in_flight
+from autopipe.passes.cost.memory import in_flight_samples_by_stage
 from autopipe.passes.schedule.orders import (
     Ticks,
     find_repetends,
@@ -232,7 +232,7 @@ def max_in_flight(graph: StageGraph, k_per_stage: Sequence[int]) -> tuple[int, .
     """
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(k_per_stage))]
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]
-    in_flight = stages_in_flight(k_per_stage, samples, graph.edges)
+    in_flight = in_flight_samples_by_stage(k_per_stage, samples, graph.edges)
     return tuple(count // size for count, size in zip(in_flight, samples, strict=True))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.profiler import host
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from tests.passes.cost.graphs import Builder
 
 LAYERS = 40
@@ -31,7 +31,7 @@ def test_a_runs_time_is_divided_by_its_operators(monkeypatch: pytest.MonkeyPatch
         columns = builder.node("Transpose", (added,), (8, 8), perm=(1, 0))
         normalized = builder.node("LayerNormalization", (columns, bias, bias), (8, 8), axis=-1)
         data = builder.node("Flatten", (normalized,), (8, 8), axis=1)
-    work = annotate(builder.finish(data))
+    work = roofline_costs(builder.finish(data))
     operators = sum(each.operators + each.backward_operators for each in work)
     ticks = count(0.0, 72.0)
     monkeypatch.setattr(host.time, "perf_counter", lambda: next(ticks))

@@ -35,7 +35,7 @@ from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import MEASURED_COMMUNICATION, AffineTime, OperationSample, Timing
 from autopipe.passes.cost.measured import Operations
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from tests.passes.cost.graphs import Builder, perceptron
 
 WATCH = Stopwatch(torch.device("cpu"))
@@ -45,7 +45,7 @@ GRAPH = perceptron([16, 8, 8])
 def samples(graph: Graph) -> list[OperationSample]:
     """Of all nodes, in order."""
     operations = Operations(graph, "fp32")
-    work = annotate(graph)
+    work = roofline_costs(graph)
     return [
         operations.sample(index, each)
         for index, each in enumerate(work)
@@ -89,11 +89,11 @@ def test_a_product_and_its_bias_run_as_one(tmp_path: Path) -> None:
 
 def test_shares_of_every_split_run_by_themselves(tmp_path: Path) -> None:
     operations = Operations(GRAPH, "fp32")
-    work = annotate(GRAPH)
+    work = roofline_costs(GRAPH)
     lap = [
         operations.sample(index, work[index], splits)
         for index in range(4)
-        for splits in operations.cuts(index, (2,))
+        for splits in operations.measurable_splits(index, (2,))
     ]
     found, refused = measure_operations(lap, WATCH, tmp_path, train=True, seconds=0.01)
     assert refused == ()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory_check import check_kinds, device_memory
-from autopipe.passes.cost.range_tables import make_tables
-from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.memory_check import check_stage_devices, device_memory
+from autopipe.passes.cost.range_tables import make_range_tables
+from autopipe.passes.cost.roofline import mean_node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import (
@@ -36,10 +36,10 @@ SIZE = 4
 
 def prices_of(both: Problem) -> tuple[Solver, OptionTable]:
     units = make_units(both.graph)
-    seconds = sum(mean_seconds(both))
+    seconds = sum(mean_node_seconds(both))
     tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes])[0]
     line = make_block_chain(both.graph, units, tree, seconds, 100, both.cluster.size)
-    tables = make_tables(both, line.chain)
+    tables = make_range_tables(both, line.chain)
     prices = option_table(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))
     return Solver(line, both.cluster.size, both.train), prices
 
@@ -123,10 +123,10 @@ def test_a_run_is_priced_as_its_kind_is() -> None:
     for run, own in enumerate((fast, slow)):
         alone = problem(graph, Cluster("c", (own,) * 4, cluster(4).levels), 4)
         both = problem(graph, Cluster("c", (fast, fast, slow, slow), cluster(4).levels), 4)
-        tables = make_tables(both, prices_of(alone)[0].line.chain)
+        tables = make_range_tables(both, prices_of(alone)[0].line.chain)
         prices = option_table(tables, NodeSeconds(both, tables.samples), SIZE, (2,))
         (one,) = [each for each in prices.options if each.run == run]
-        other_tables = make_tables(alone, prices_of(alone)[0].line.chain)
+        other_tables = make_range_tables(alone, prices_of(alone)[0].line.chain)
         (other,) = option_table(
             other_tables, NodeSeconds(alone, other_tables.samples), SIZE, (2,)
         ).options
@@ -139,8 +139,8 @@ def test_branches_over_two_kinds(speeds: tuple[float, float]) -> None:
     parts = [(2, kind(0.01 * speed)) for speed in speeds]
     both = problem(model(TWO, 8), mixed_cluster(parts), 8)
     answer = GraphPipe().run(both)
-    sized = resized(both, answer.stages[0].micro_batch_size)
-    check_kinds(both, answer)
+    sized = with_micro_batch_size(both, answer.stages[0].micro_batch_size)
+    check_stage_devices(both, answer)
     used = {device for stage in answer.stages for device in stage.devices}
     fast = {device for device in range(4) if both.cluster.devices[device].name == "x0.04"}
     assert fast <= used

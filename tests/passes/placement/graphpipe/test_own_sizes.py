@@ -17,8 +17,8 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.placement.graphpipe.strategy import search_stage_micro_batches
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
@@ -39,7 +39,9 @@ def problem_of(latency: float, rate: float) -> Problem:
         (device(memory=10**9, latency=latency),) * 5,
         (Level("node", 5, Link(latency, rate)),),
     )
-    return Problem(graph, annotate(graph), toy, 16, 2, Mode.TRAIN, loss, micro_batch_sizes=SIZES)
+    return Problem(
+        graph, roofline_costs(graph), toy, 16, 2, Mode.TRAIN, loss, micro_batch_sizes=SIZES
+    )
 
 
 def placement_of(problem: Problem, size: int) -> Placement:
@@ -55,7 +57,9 @@ def placement_of(problem: Problem, size: int) -> Placement:
 
 def step_of(problem: Problem, placement: Placement) -> Timeline:
     """A step by kFkB."""
-    problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+    problem = with_micro_batch_size(
+        problem, max(stage.micro_batch_size for stage in placement.stages)
+    )
     schedule = KForwardsKBackwards().run(problem, placement)
     return simulate(
         schedule, StageGraph.of(problem, placement).stage_devices, predict(problem, placement)

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.range_tables import make_tables
+from autopipe.passes.cost.range_tables import make_range_tables
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import (
@@ -37,7 +37,7 @@ def least_found(given: Problem, others: bool) -> float:
         line = make_block_chain(
             given.graph, units, each, forward + backward, 100, given.cluster.size
         )
-        tables = make_tables(given, line.chain)
+        tables = make_range_tables(given, line.chain)
         seconds = NodeSeconds(given, tables.samples)
         prices = option_table(tables, seconds, SIZE, range(1, given.cluster.size + 1))
         found = Solver(line, given.cluster.size, given.train).minimum_target(

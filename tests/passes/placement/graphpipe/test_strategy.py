@@ -13,7 +13,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Constraint, MeasuredNodeTime, Mode, Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
-from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.measured import with_micro_batch_size
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
@@ -84,10 +84,12 @@ def test_results_are_valid_and_never_slower_than_a_chain(
     placement = GraphPipe().run(given)
     placement.verify(given.graph)
     check_stages(given.graph, placement)
-    ours, share = simulate_1f1b(resized(given, placement.stages[0].micro_batch_size), placement)
+    ours, share = simulate_1f1b(
+        with_micro_batch_size(given, placement.stages[0].micro_batch_size), placement
+    )
     assert share <= 1
     for size in sizes_of(batch):
-        alone = replace(resized(given, size), micro_batch_sizes=())
+        alone = replace(with_micro_batch_size(given, size), micro_batch_sizes=())
         assert ours <= simulate_1f1b(alone, PipeDream().run(alone))[0] * (1 + 1e-9)
 
 
@@ -114,7 +116,7 @@ def test_measured_shares_may_take_less_than_their_part(devices: int, power: floa
 def test_schedules_of_its_stages_meet_the_fourth_condition() -> None:
     given = chosen(model(TWO, 16), 16, 4)
     placement = GraphPipe().run(given)
-    fixed = resized(given, placement.stages[0].micro_batch_size)
+    fixed = with_micro_batch_size(given, placement.stages[0].micro_batch_size)
     check_schedule(OneForwardOneBackward().run(fixed, placement))
 
 
@@ -124,7 +126,7 @@ def test_memory_is_what_1f1b_needs() -> None:
     need = max(device_memory(roomy, (best := GraphPipe().run(roomy)), stage_costs(roomy, best)))
     tight = chosen(graph, 64, 2, memory=need // 2)
     placement = GraphPipe().run(tight)
-    fixed = resized(tight, placement.stages[0].micro_batch_size)
+    fixed = with_micro_batch_size(tight, placement.stages[0].micro_batch_size)
     assert max(device_memory(fixed, placement, stage_costs(fixed, placement))) <= need // 2
 
 
@@ -214,7 +216,12 @@ def test_depth_is_that_of_a_branch() -> None:
     branch = ("series", (256, 256))
     given = chosen(model(("parallel", (branch,) * 4), 16), 16, 4)
     placement = GraphPipe().run(given)
-    assert StageGraph.of(resized(given, placement.stages[0].micro_batch_size), placement).depth <= 2
+    assert (
+        StageGraph.of(
+            with_micro_batch_size(given, placement.stages[0].micro_batch_size), placement
+        ).depth
+        <= 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Optimizer, Problem
-from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.measured import with_micro_batch_size
 from autopipe.passes.cost.memory import static_memory
-from autopipe.passes.cost.memory_check import fitted, size_text
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.memory_check import size_text, with_required_recomputation
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement import grid as search
 from autopipe.passes.placement.grid import (
@@ -37,13 +37,16 @@ def open_problem(name: str = "gpt", devices: int = 8, samples: int = 16, **field
     graph, loss = small_graph(name, samples)
     sizes = tuple(size for size in range(1, samples + 1) if samples % size == 0)
     base = replace(
-        problem(perceptron([8, 8]), cluster(devices)), graph=graph, work=annotate(graph), loss=loss
+        problem(perceptron([8, 8]), cluster(devices)),
+        graph=graph,
+        work=roofline_costs(graph),
+        loss=loss,
     )
     return replace(base, batch_size=samples, micro_batches=1, micro_batch_sizes=sizes, **fields)
 
 
 def step_of(given: Problem, placement: Placement) -> float:
-    own = resized(given, placement.stages[0].micro_batch_size)
+    own = with_micro_batch_size(given, placement.stages[0].micro_batch_size)
     return quick_step(own, placement, stage_costs(own, placement)).end
 
 
@@ -62,7 +65,9 @@ def test_degrees_are_obeyed(degrees: tuple[int, int, int]) -> None:
 def test_tensor_devices_hold_equal_parts_of_every_matrix(samples: int) -> None:
     """Embedding and head included, and with micro-batches of one sample, too."""
     graph, loss = small_graph("llama", samples)
-    given = replace(open_problem("llama", devices=4), graph=graph, work=annotate(graph), loss=loss)
+    given = replace(
+        open_problem("llama", devices=4), graph=graph, work=roofline_costs(graph), loss=loss
+    )
     given = replace(given, batch_size=4 * samples, micro_batches=4, micro_batch_sizes=())
     placement = Grid(pipeline=2, data=1, tensor=2).run(given)
     sizes = {each.value.name: each.value for each in graph.parameters}
@@ -124,7 +129,9 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
 
 def test_samples_that_replicas_cannot_share_are_refused() -> None:
     given = replace(open_problem(), micro_batches=16, micro_batch_sizes=())
-    given = replace(given, graph=small_graph("gpt", 1)[0], work=annotate(small_graph("gpt", 1)[0]))
+    given = replace(
+        given, graph=small_graph("gpt", 1)[0], work=roofline_costs(small_graph("gpt", 1)[0])
+    )
     with pytest.raises(
         InfeasibleError, match="cannot split a micro-batch of 1 sample evenly over 8 replicas"
     ):
@@ -150,10 +157,12 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
     best = step_of(given, Grid().run(given))
     steps = []
     for size in given.micro_batch_sizes:
-        own = resized(given, size)
+        own = with_micro_batch_size(given, size)
         for degrees in factorisations(given.cluster):
             try:
-                placement = fitted(own, place_grid(own, degrees, 1, style="loop"))
+                placement = with_required_recomputation(
+                    own, place_grid(own, degrees, 1, style="loop")
+                )
                 steps.append(quick_step_seconds(own, placement, stage_costs(own, placement)))
             except InfeasibleError:
                 continue
@@ -197,7 +206,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
     every = tuple(factorisations(given.cluster, **options))
     peaks = {}
     for degrees in every:
-        own = resized(given, degrees.data)
+        own = with_micro_batch_size(given, degrees.data)
         own = replace(own, recompute="none" if recompute == "none" else "full")
         try:
             placement = place_grid(own, degrees, 1, style="loop")
@@ -219,7 +228,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
 
 
 def _on_one(given: Problem) -> tuple[Problem, Placement]:
-    own = resized(given, 1)
+    own = with_micro_batch_size(given, 1)
     return own, place_grid(own, Degrees(1, 1, 1), 1, style="loop")
 
 
@@ -233,7 +242,7 @@ def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
     given = open_problem()
     looped = Grid(pipeline=2, data=2, tensor=2, stages_per_rank=2).run(given)
     assert [stage.devices[0] for stage in looped.stages] == [0, 4, 0, 4]
-    own = resized(given, 2)
+    own = with_micro_batch_size(given, 2)
     InterleavedOneForwardOneBackward().requires(own, _of_size(own, looped))
     folded = Grid(pipeline=2, data=2, tensor=2, stages_per_rank=2, style="v").run(given)
     assert [stage.devices[0] for stage in folded.stages] == [0, 4, 4, 0]
@@ -241,7 +250,7 @@ def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
 
 
 def test_two_pipelines_take_opposite_directions_with_copies_of_the_parameters() -> None:
-    given = resized(open_problem(), 2)
+    given = with_micro_batch_size(open_problem(), 2)
     one, two = (
         place_grid(given, Degrees(2, 2, 2), 1, False, opposite) for opposite in (False, True)
     )

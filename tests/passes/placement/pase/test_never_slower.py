@@ -10,7 +10,7 @@ from autopipe.configs.zoo import MODELS
 from autopipe.ir.cluster import Cluster, Level, Link
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.handcrafted import Handcrafted, OneWeirdTrick
@@ -50,7 +50,7 @@ def links(devices: int, per_node: int, inside: float, between: float) -> Cluster
 @pytest.mark.parametrize("model", [*FEW, *REST])
 def test_never_slower(model: str, devices: Cluster) -> None:
     graph = model_graph(model, 16)
-    given = Problem(graph, annotate(graph), devices, 32, 2, Mode.TRAIN, "loss")
+    given = Problem(graph, roofline_costs(graph), devices, 32, 2, Mode.TRAIN, "loss")
     best = seconds(given, Pase())
     assert best is not None
     found = {strategy: seconds(given, strategy) for strategy in BASELINES}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Constraint
-from autopipe.passes.cost.memory_check import check_kinds, device_memory
+from autopipe.passes.cost.memory_check import check_stage_devices, device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -59,7 +59,7 @@ def test_no_chain_without_straddling_has_a_faster_slowest_stage(
             assert "over the limit" in str(error)
         return
     answer = strategy.run(given)
-    check_kinds(given, answer)
+    check_stage_devices(given, answer)
     assert fits(given, answer)
     assert max(prices(given, answer)) == pytest.approx(best, rel=2e-3)
 

@@ -13,7 +13,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
 from autopipe.passes.analysis.chain import linear_order, make_chain
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.measured import with_micro_batch_size
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
@@ -247,7 +247,7 @@ def test_a_sweep_takes_the_micro_batch_with_the_shortest_step() -> None:
     chosen = PipeDream(sweep=True, replicate=False).run(given).stages[0].micro_batch_size
     steps = {}
     for size in sizes:
-        sized = resized(whole, size)
+        sized = with_micro_batch_size(whole, size)
         found = prices(sized, PipeDream(replicate=False).run(sized))
         steps[size] = sum(found) + (sized.micro_batches - 1) * max(found)
     assert chosen == min(steps, key=lambda size: steps[size])

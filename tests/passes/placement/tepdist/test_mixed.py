@@ -10,7 +10,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.memory_check import check_kinds
+from autopipe.passes.cost.memory_check import check_stage_devices
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
@@ -69,7 +69,7 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
 def test_work_follows_the_devices() -> None:
     both = given(layers=54, micro_batches=16)
     answer = TePDist().run(both)
-    check_kinds(both, answer)
+    check_stage_devices(both, answer)
     costs = stage_costs(both, answer)
     names = {both.cluster.devices[stage.devices[0]].name for stage in answer.stages}
     assert names == {"fast", "slow"}

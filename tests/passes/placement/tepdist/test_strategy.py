@@ -16,8 +16,8 @@ from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.measured import with_micro_batch_size
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.data_parallel import DataParallel
@@ -45,7 +45,7 @@ def open_problem(devices: int = 4, **fields: Any) -> Problem:
 
 
 def step_of(given: Problem, placement: Placement) -> float:
-    own = resized(given, placement.stages[0].micro_batch_size)
+    own = with_micro_batch_size(given, placement.stages[0].micro_batch_size)
     return quick_step(own, placement, stage_costs(own, placement)).end
 
 
@@ -56,7 +56,7 @@ def zoo_problem(name: str, devices: Cluster, samples: int = 16) -> Problem:
     return replace(
         base,
         graph=graph,
-        work=annotate(graph),
+        work=roofline_costs(graph),
         batch_size=samples,
         micro_batches=1,
         loss=loss,
@@ -105,7 +105,7 @@ def test_equal_requests_have_equal_placements() -> None:
 
 def test_a_given_number_of_micro_batches_is_kept() -> None:
     given = replace(open_problem(), micro_batches=4, micro_batch_sizes=())
-    given = resized(replace(given, micro_batches=1), 2)
+    given = with_micro_batch_size(replace(given, micro_batches=1), 2)
     assert {stage.micro_batch_size for stage in TePDist().run(given).stages} == {2}
 
 
@@ -178,11 +178,11 @@ def test_insufficient_memory_is_reported_with_the_excess() -> None:
 
 def test_the_memory_limit_is_met_by_recomputation_if_permitted() -> None:
     free = TePDist().run(open_problem(recompute="auto"))
-    own = resized(open_problem(), free.stages[0].micro_batch_size)
+    own = with_micro_batch_size(open_problem(), free.stages[0].micro_batch_size)
     most = max(cost.memory_bytes(1) for cost in stage_costs(own, free))
     tight = open_problem(memory_limit=int(most * 0.8), recompute="auto")
     found = TePDist().run(tight)
-    own = resized(tight, found.stages[0].micro_batch_size)
+    own = with_micro_batch_size(tight, found.stages[0].micro_batch_size)
     assert all(cost.memory_bytes(1) <= most * 0.8 for cost in stage_costs(own, found))
 
 
@@ -191,7 +191,7 @@ def test_a_bound_is_never_above_a_step() -> None:
     bounds = StepBounds(given)
     for mesh in meshes(given.cluster):
         for size in given.micro_batch_sizes:
-            own = replace(resized(given, size), micro_batch_sizes=())
+            own = replace(with_micro_batch_size(given, size), micro_batch_sizes=())
             found = TePDist(stages=mesh.stages).run(own)
             assert bounds.minimum_step_s(mesh, 8 // size) <= step_of(own, found) * (1 + 1e-9)
 
@@ -209,7 +209,7 @@ def test_a_million_classes_are_split_without_constraints(tmp_path: Path) -> None
     build(configure("vgg19", settings)).save(tmp_path / "vgg.onnx")
     model = read_model(tmp_path / "vgg.onnx", batch=256, scores="recompute")
     links = build_cluster(cluster_preset("tepdist-m8"), 8)
-    given = Problem(model.graph, annotate(model.graph), links, 256, 1, Mode.TRAIN, model.loss)
+    given = Problem(model.graph, roofline_costs(model.graph), links, 256, 1, Mode.TRAIN, model.loss)
     (stage,) = TePDist().run(given).stages
     (last,) = (
         index for index, node in enumerate(model.graph.nodes) if node.op == "LinearCrossEntropy"
@@ -224,7 +224,7 @@ def test_a_million_classes_are_split_without_constraints(tmp_path: Path) -> None
 def test_tessel_schedules_its_stages() -> None:
     given = zoo_problem("gpt", cluster(4))
     placement = TePDist(stages=4).run(given)
-    own = resized(given, placement.stages[0].micro_batch_size)
+    own = with_micro_batch_size(given, placement.stages[0].micro_batch_size)
     scheduler = Tessel()
     scheduler.requires(own, placement)
     scheduler.run(own, placement).verify(StageGraph.of(own, placement), train=True)

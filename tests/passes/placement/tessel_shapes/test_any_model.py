@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.tessel_shapes import TesselShapes
 from tests.distributed.support.drawing import BATCH, graphs
@@ -27,7 +27,7 @@ def test_placements_can_be_lowered(
 ) -> None:
     graph, loss = data.draw(graphs(train))
     mode = Mode.TRAIN if train else Mode.INFER
-    problem = Problem(graph, annotate(graph), cluster(devices), BATCH, 1, mode, loss)
+    problem = Problem(graph, roofline_costs(graph), cluster(devices), BATCH, 1, mode, loss)
     try:
         placement = TesselShapes(shape).run(problem)
     except InfeasibleError as error:

@@ -14,7 +14,7 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import make_chain
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.tessel_shapes import (
@@ -40,7 +40,7 @@ def device_seconds(folder: Path, layers: int) -> list[float]:
     build(configure("gpt", settings)).save(path)
     read = read_model(path, dims={}, batch=1, batch_axes={}, loss=None, scores="keep")
     links = build_cluster(cluster_preset("v100-32gb"), 4)
-    work = annotate(read.graph, "fp16")
+    work = roofline_costs(read.graph, "fp16")
     problem = Problem(read.graph, work, links, 128, 128, read.mode, read.loss, precision="fp16")
     model = costed_model(problem)
     tables = large_tables(model, at_least_one=False)

@@ -16,7 +16,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.passes.cost.memory_check import device_memory
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.tessel_shapes import TesselShapes
@@ -38,7 +38,9 @@ def model_problem(
         build(configure(name, dict(settings) | {"loss": str(loss).lower()})).save(path)
         model = read_model(path, dims={}, batch=2, batch_axes={}, loss=None, mode=None, frozen=())
     links = cluster(devices, memory=10**11, latency=1e-9)
-    return Problem(model.graph, annotate(model.graph), links, 8, 4, model.mode, model.loss or None)
+    return Problem(
+        model.graph, roofline_costs(model.graph), links, 8, 4, model.mode, model.loss or None
+    )
 
 
 def placed(problem: Problem, **options: Any) -> Placement:

@@ -22,7 +22,7 @@ from autopipe.ir.schedule import (
     depths_to_end,
 )
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.cost.memory import table_2
+from autopipe.passes.cost.memory import graphpipe_table_2
 from autopipe.passes.schedule.orders import merge_orders
 from autopipe.passes.schedule.published.one_f_one_b import (
     KForwardsKBackwards,
@@ -171,7 +171,7 @@ def test_a_balanced_chain_never_idles_in_its_steady_state():
 
 def test_more_than_table_2_is_in_flight_if_needed_to_run():
     graph = with_ratios(chain(2), (1, 1))
-    assert table_2(5, 1, 4, 1, 4) == 7
+    assert graphpipe_table_2(5, 1, 4, 1, 4) == 7
     assert idle_at_the_end(graph, (5, 4), (7, 4)) is None, (
         "the fifth backward waits for the next stage's eighth forward"
     )

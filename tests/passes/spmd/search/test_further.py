@@ -15,7 +15,7 @@ from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.strategy import split_stages_by_pase
 from autopipe.passes.schedule.predict import predict
@@ -36,7 +36,7 @@ SAMPLES = 12
 def problem_of(model: str, cluster: Cluster, samples: int = SAMPLES) -> Problem:
     """Two micro-batches of the small model of the zoo."""
     graph, loss = small_graph(model, samples)
-    return Problem(graph, annotate(graph), cluster, 2 * samples, 2, Mode.TRAIN, loss)
+    return Problem(graph, roofline_costs(graph), cluster, 2 * samples, 2, Mode.TRAIN, loss)
 
 
 def links(devices: int, bytes_a_second: float) -> Cluster:

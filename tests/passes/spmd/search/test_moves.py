@@ -18,7 +18,7 @@ from autopipe.ir.layout import (
 )
 from autopipe.ir.placement import Split
 from autopipe.passes.analysis.resharding import redistribution_steps, reduction_steps
-from autopipe.passes.cost.communication import moving_seconds, relayout_seconds
+from autopipe.passes.cost.communication import redistribution_seconds, transfer_seconds
 from autopipe.passes.sharding.reshard_tables import ReshardTable
 from tests.passes.cost.graphs import cluster
 
@@ -51,7 +51,7 @@ def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
     held = steps[-1].result if steps else source
     steps += redistribution_steps(held, target)
     everyone = tuple(range(devices.size))
-    return sum(relayout_seconds(devices, everyone, step, 4) for step in steps)
+    return sum(redistribution_seconds(devices, everyone, step, 4) for step in steps)
 
 
 @settings(max_examples=30)
@@ -85,7 +85,7 @@ def test_one_step_costs_the_missing_volume(data: st.DataObject) -> None:
     found = ReshardTable(devices, everyone).seconds([source], [target], 4 * shape[0] * shape[1])[
         0, 0
     ]
-    assert found == pytest.approx(moving_seconds(devices, everyone, source, target, 4), rel=1e-9)
+    assert found == pytest.approx(transfer_seconds(devices, everyone, source, target, 4), rel=1e-9)
 
 
 def test_windowed_shards() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode, Problem
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, transfer_cost
 from benchmarks.pase import sample_axes
@@ -43,7 +43,7 @@ def problem_of(graph: Graph, devices: int) -> Problem:
     """Training of `graph` in one micro-batch on a cluster with room for everything."""
     batch = graph.inputs[0].shape[0]
     links = cluster(devices, memory=10**13, latency=1e-9)
-    return Problem(graph, annotate(graph), links, batch, 1, Mode.TRAIN, "loss")
+    return Problem(graph, roofline_costs(graph), links, batch, 1, Mode.TRAIN, "loss")
 
 
 def cost_of(graph: LayerGraph, degrees: Sequence[tuple[int, ...]]) -> float:

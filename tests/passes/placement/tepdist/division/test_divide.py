@@ -17,7 +17,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, Stage, crossing_values, recomputed_nodes
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.partition.min_cut_ilp import StagePartition, partition_nodes
 from tests.passes.cost.graphs import Builder, cluster
@@ -34,7 +34,13 @@ def zoo_problem(name: str, settings: tuple[tuple[str, str], ...]) -> Problem:
         build(configure(name, {**dict(settings), "loss": "true", "weights": "none"})).save(path)
         model = read_model(path, batch=2)
     return Problem(
-        model.graph, annotate(model.graph), cluster(8, latency=1e-9), 8, 4, model.mode, model.loss
+        model.graph,
+        roofline_costs(model.graph),
+        cluster(8, latency=1e-9),
+        8,
+        4,
+        model.mode,
+        model.loss,
     )
 
 
