@@ -591,7 +591,7 @@ def _moved_nodes(
     for node in nodes:
         if len(old.devices) == group and old.micro_batch_size == new.micro_batch_size:
             own = old.splits_of(node)
-        elif samples.divides(node, group):
+        elif samples.can_divide(node, group):
             own = tuple(split for _, each in samples.splits((node,), group) for split in each)
         else:
             return None

@@ -1,5 +1,6 @@
 """Analyses of a graph and its stages that several passes use: gradients and saved tensors,
-resharding, chains of blocks, micro-batches, losses of a batch.
+resharding, chains of blocks, repeated layers, micro-batches, and the dependence of the loss on the
+division of a batch.
 
 This package imports `ir` and `passes/frontend`, but no other pass.
 """

@@ -401,7 +401,7 @@ class _FormAnalysis:
         """Return the form of the result `name` of a node.
 
         `form` is the form that the node gives to its results. It is corrected for a result whose
-        batch dimensions do not fit to it: for example, a FIXED form becomes UNIFORM if the node
+        batch dimensions do not match it: for example, a FIXED form becomes UNIFORM if the node
         repeats the value for each sample. A result without a possible correction is MIXED.
         """
         if form.base is _BaseForm.MIXED:
@@ -761,8 +761,8 @@ def _form_of_product(node: Node, operands: Sequence[_Form]) -> _Form:
 
 
 def _form_of_sum(node: Node, operands: Sequence[_Form]) -> _Form:
-    """Return the form of a function that is linear in all operands together. MIXED if the operands
-    have forms or degrees that cannot be added.
+    """Return the form of a function that is linear in all operands together, such as a sum. MIXED
+    if the operands have forms or degrees that cannot be added.
     """
     found = operands[0]
     for each in operands[1:]:

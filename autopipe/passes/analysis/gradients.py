@@ -370,7 +370,7 @@ def saved_tensors(
     free = (free | {each.value.name for each in graph.parameters}) - set(made)
     beside = attention_tensors(graph, precision, capability)
 
-    def tensor(
+    def saved_value(
         name: str, dimensions: Dimensions, windows: Iterable[Windowed] = (), cast: str = ""
     ) -> Kept:
         """Return the saved tensor of the value `name`, or None if the value is in memory anyway.
@@ -393,7 +393,7 @@ def saved_tensors(
             return None
         return SavedTensor((root, width), value.elements * width, dimensions or (), through)
 
-    def tensors(node: Node, use: OpInstance) -> Iterator[Kept]:
+    def operator_tensors(node: Node, use: OpInstance) -> Iterator[Kept]:
         """Yield the tensors that `Operator.keeps` lists for the node; None for tensors that are in
         memory anyway.
         """
@@ -428,7 +428,7 @@ def saved_tensors(
             elif what.startswith(">"):
                 place = int(what[1:])
                 if place < len(node.outputs) and node.outputs[place]:
-                    yield tensor(node.outputs[place], use.space.results[place])
+                    yield saved_value(node.outputs[place], use.space.results[place])
             else:
                 for place in range(len(read)) if what == "*" else (int(what),):
                     others = read[:place] + read[place + 1 :]
@@ -438,14 +438,14 @@ def saved_tensors(
                         and not (multiplies and gradient.isdisjoint(others))
                     ):
                         cast = f"{result}\0{place}" if casts else ""
-                        yield tensor(
+                        yield saved_value(
                             read[place],
                             use.space.operands[place],
                             use.space.windows_of(place),
                             cast,
                         )
 
-    def kept(index: int, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
+    def saved_by_node(index: int, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
         """Return the distinct tensors that a node saves, () if it reads no value with a
         gradient.
         """
@@ -456,10 +456,10 @@ def saved_tensors(
         inside = (
             ()
             if node.body is None
-            else _saved_by_iterations(graph, node, use, tensor, (precision, capability))
+            else _saved_by_iterations(graph, node, use, saved_value, (precision, capability))
         )
         for each in (
-            *tensors(node, use),
+            *operator_tensors(node, use),
             *inside,
             own.tensor if own is not None and own.kept else None,
         ):
@@ -467,21 +467,21 @@ def saved_tensors(
                 found.setdefault(each.key, each)
         return tuple(found.values())
 
-    return tuple(map(kept, itertools.count(), graph.nodes, op_instances(graph)))
+    return tuple(map(saved_by_node, itertools.count(), graph.nodes, op_instances(graph)))
 
 
 def _saved_by_iterations(
     graph: Graph,
     node: Node,
     use: OpInstance,
-    tensor: Callable[[str, Dimensions], Kept],
+    saved_value: Callable[[str, Dimensions], Kept],
     target: tuple[str, Capability | None],
 ) -> Iterator[Kept]:
     """Yield the tensors that the loop `node` saves. A tensor that an iteration of the body saves
     exists once per iteration. A tensor that all iterations read, an operand of the loop, exists
     once.
 
-    `tensor` returns the saved tensor of a value of `graph`. `target` is (precision, compute
+    `saved_value` returns the saved tensor of a value of `graph`. `target` is (precision, compute
     capability).
     """
     body = trained_body(graph, node)
@@ -501,7 +501,7 @@ def _saved_by_iterations(
             (name, width) = each.key
             place = outside.get(each.key[0])
             if place is not None:
-                yield tensor(node.inputs[place], use.space.operands[place])
+                yield saved_value(node.inputs[place], use.space.operands[place])
                 continue
             dimensions = tuple(
                 tuple(names.get((index, axis), "") for axis in axes) for axes in each.dimensions

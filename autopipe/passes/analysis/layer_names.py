@@ -24,7 +24,9 @@ _NUMBERED: Final = re.compile(r"(.*?)[_-]?(\d{1,6})")
 _CONTAINERS: Final = frozenset(
     {"model", "module", "transformer", "backbone", "net", "network", "base_model", "features"}
 )
-"""Names of modules that say nothing about the layers that they contain."""
+"""Names of modules that tell nothing about the layers inside them. These words are left out of
+class names.
+"""
 _GENERIC: Final = {
     "": "layer",
     "l": "layer",
@@ -35,20 +37,22 @@ _GENERIC: Final = {
     "block": "block",
     "blocks": "block",
 }
-"""Names of layers that need the name of the module around them, and their form in a class name."""
+"""Names of modules that describe their layers only with the name of the enclosing module, as in
+`decoder.layers`. The value is the word that the class name contains instead.
+"""
 _IRREGULAR_SINGULARS: Final = {"branches": "branch", "boxes": "box"}
 """Singular forms of plurals that do not only end in s."""
 _MIN_PLURAL_CHARACTERS: Final = 3
-"""A name with more characters that ends in s is a plural."""
+"""A word with more characters than this that ends in s is assumed to be a plural."""
 _MAX_CHARACTERS: Final = 40
 """Maximum number of characters of a class name."""
 _MAX_SAMPLED_INSTANCES: Final = 4
-"""Number of instances whose names are compared."""
+"""Maximum number of instances of a class whose names are compared."""
 
 
 def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
-    """Return a name for each class, unique among `classes`. A number is appended to a name that
-    several classes would have.
+    """Return a name for each layer class. Names are unique among `classes`: a number is appended to
+    a name that an earlier class has.
     """
     counts: Counter[str] = Counter()
     names = []
@@ -60,8 +64,9 @@ def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
 
 
 def _class_name(graph: Graph, layer: LayerClass) -> str:
-    """Return the name of a class: the most frequent one that corresponding names of parameters
-    give, otherwise the most frequent one that names of nodes give.
+    """Return the name of a layer class. It is the most frequent common name of corresponding
+    parameters or, if these have none, of corresponding nodes. Return `DEFAULT_NAME` if neither have
+    a common name.
     """
     instances = layer.instances[:_MAX_SAMPLED_INSTANCES]
     from_parameters: Counter[str] = Counter()
@@ -80,8 +85,8 @@ def _class_name(graph: Graph, layer: LayerClass) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Return the class name that follows from corresponding names in several instances; "" if they
-    do not differ in one number.
+    """Return the class name that follows from `names`, the corresponding names in several
+    instances; "" if the names do not differ in exactly one number.
     """
     paths = [_SEPARATOR.split(name.strip("/.")) for name in names]
     if len({len(path) for path in paths}) != 1:
@@ -98,7 +103,9 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _class_words(path: Sequence[str]) -> str:
-    """Return the words of a class name for the path of the module that contains the layers."""
+    """Return the class name for layers in the module with the path `path`, such as `decoder layer`
+    for `decoder.layers`. Return "" if no word of the path says anything about the layers.
+    """
     known = [word for word in path if word and not word.isdigit() and word not in _CONTAINERS]
     if not known:
         return ""
@@ -114,7 +121,7 @@ def _class_words(path: Sequence[str]) -> str:
 
 
 def _singular(word: str) -> str:
-    """Return the singular of a plural, and any other word as it is."""
+    """Return the singular of `word` if it is a plural, otherwise `word`."""
     if word.endswith("s") and len(word) > _MIN_PLURAL_CHARACTERS:
         return _IRREGULAR_SINGULARS.get(word, word[:-1])
     return word

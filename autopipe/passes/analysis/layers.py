@@ -34,7 +34,7 @@ _HEAVY_KINDS: Final = frozenset({"matmul", "convolution", "recurrent"})
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """Equal subgraphs of a graph."""
+    """A set of equal subgraphs of a graph, such as the decoder layers of a GPT."""
 
     instances: tuple[tuple[int, ...], ...]
     """For each instance, its nodes: node k of an instance corresponds to node k of every other one.
@@ -62,29 +62,32 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
     classes do not overlap. The result depends only on the order and the structure of the nodes.
     """
     order = _side_branches_first(graph)
-    labels, wiring = _label_nodes(graph, order)
+    labels, wiring = _labels_and_wiring(graph, order)
     nodes = [graph.nodes[index] for index in order]
     has_parameter = np.array([_reads_parameter(graph, node) for node in nodes], dtype=bool)
     is_heavy = np.array([_is_heavy(graph, node) for node in nodes], dtype=bool)
     repeats = find_repeats(labels, wiring, has_parameter, is_heavy)
-    return tuple(_with_nodes(each, order) for each in repeats)
+    return tuple(_layer_class(each, order) for each in repeats)
 
 
-def _with_nodes(repeat: Repeat, order: Sequence[int]) -> LayerClass:
-    """Return the class of a repeated part, given the node at each position."""
+def _layer_class(repeat: Repeat, order: Sequence[int]) -> LayerClass:
+    """Return the layer class of a repeated part. `order` has the node at each position of the
+    sequence in which the part was found.
+    """
     length = repeat.length
     return LayerClass(
         tuple(tuple(order[start : start + length]) for start in repeat.starts),
-        tuple(_with_nodes(each, range(length)) for each in repeat.inner),
+        tuple(_layer_class(each, range(length)) for each in repeat.inner),
     )
 
 
 def _reads_parameter(graph: Graph, node: Node) -> bool:
+    """True if an operand of the node is a parameter."""
     return any(graph.parameter(name) is not None for name in node.inputs)
 
 
 def _is_heavy(graph: Graph, node: Node) -> bool:
-    """Return True for a matmul, a convolution or a recurrent layer with a parameter."""
+    """True for a matmul, a convolution or a recurrent layer with a parameter."""
     row = OPERATORS.get(qualified_name(node))
     return row is not None and row.kind in _HEAVY_KINDS and _reads_parameter(graph, node)
 
@@ -111,6 +114,7 @@ def _side_branches_first(graph: Graph) -> list[int]:
     component = list(range(count))
 
     def root(index: int) -> int:
+        """Return the node that represents the connected component of a light node."""
         while component[index] != index:
             component[index] = component[component[index]]
             index = component[index]
@@ -130,7 +134,9 @@ def _side_branches_first(graph: Graph) -> list[int]:
     heavy_before = list(itertools.accumulate(is_heavy, initial=0))
 
     def is_shared(index: int) -> bool:
-        """Return True if layers share the component of a light node."""
+        """True if several layers share the connected component of the light node, or if only light
+        nodes read the component.
+        """
         first = first_reader.get(root(index))
         if first is None:
             return True
@@ -142,8 +148,10 @@ def _side_branches_first(graph: Graph) -> list[int]:
     return front + [index for index in range(count) if index not in moved]
 
 
-def _label_nodes(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
-    """Return the labels and the wiring of the nodes in `order`."""
+def _labels_and_wiring(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
+    """Return the labels of the nodes in `order`, and their wiring. Nodes have equal labels if they
+    are equal except for their wiring.
+    """
     known_labels: dict[Hashable, int] = {}
     descriptions: dict[str, Hashable] = {"": None}
     numbers = {value.name: -1 - index for index, value in enumerate(graph.inputs)}
@@ -170,6 +178,9 @@ def _label_nodes(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
 
 
 def _node_key(node: Node) -> Hashable:
+    """Return the parts of a node that must be equal in equal layers: operator, attributes
+    and body.
+    """
     return (
         node.domain,
         node.op,
@@ -179,7 +190,9 @@ def _node_key(node: Node) -> Hashable:
 
 
 def _describe(graph: Graph, name: str) -> Hashable:
-    """Return a description that is equal for values that may correspond in equal layers."""
+    """Return a description of the value `name`. It is equal for values that may correspond in equal
+    layers.
+    """
     value = graph.type_of(name)
     kind = "value"
     content = b""

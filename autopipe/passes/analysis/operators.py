@@ -74,11 +74,11 @@ class SampleAxes:
     batch: BatchAxes
     axes: tuple[str | None, ...]
 
-    def carries(self, value: str) -> bool:
+    def has_batch_dimension(self, value: str) -> bool:
         """True if the value has a batch dimension, so that each replica has only a part of it."""
         return value in self.batch.values
 
-    def divides(self, node: int, degree: int) -> bool:
+    def can_divide(self, node: int, degree: int) -> bool:
         """True if `degree` replicas can divide the samples of the node equally, or the node has no
         samples.
         """
@@ -100,7 +100,7 @@ class SampleAxes:
         for index in nodes:
             if (axis := self.axes[index]) is None:
                 continue
-            if not self.divides(index, degree):
+            if not self.can_divide(index, degree):
                 raise InfeasibleError(
                     f"{degree} {plural(degree, 'device')} cannot divide the {self.batch.batch} "
                     f"{plural(self.batch.batch, 'sample')} of a micro-batch equally",

@@ -208,8 +208,8 @@ def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
     """True if the mesh axes `wanted` shard a dimension as `present` does, and each shard possibly
     further.
 
-    Both are merged (`merge_axes`), so the innermost axis of `present` may be the outer part of an
-    axis of `wanted`.
+    `present` and `wanted` are merged (`merge_axes`), so the innermost axis of `present` may be the
+    outer part of an axis of `wanted`.
     """
     if not present:
         return True

@@ -153,7 +153,7 @@ class RangeTables:
         if not self.problem.train:
             backward = np.zeros_like(forward)
         uneven = np.array(
-            [not samples.divides(node, degree) for node in range(len(shares))], dtype=float
+            [not samples.can_divide(node, degree) for node in range(len(shares))], dtype=float
         )
         forbidden = self.infinite_with(uneven)
         starts = task_overhead_seconds(device)
@@ -246,7 +246,7 @@ def make_range_tables(
     block_of: dict[int, int] = dict(enumerate(chain.block_of.tolist()))
     sizes = sent_bytes(graph, problem.precision)
     messages = [
-        (samples.carries(name), (block, readers, float(sizes[name])))
+        (samples.has_batch_dimension(name), (block, readers, float(sizes[name])))
         for name, block, readers in values_between_blocks(graph, block_of)
     ]
     counts = [(block, readers, 1.0) for _, (block, readers, _) in messages]
@@ -327,7 +327,9 @@ def _workspace_by_range(problem: Problem, chain: Chain, samples: SampleAxes) -> 
         size[False] += scratch.weight * problem.train
         for name in (*node.inputs, *node.outputs):
             if name and graph.producer(name) is not None:
-                size[samples.carries(name)] += graph.type_of(name).elements * widths[name]
+                size[samples.has_batch_dimension(name)] += (
+                    graph.type_of(name).elements * widths[name]
+                )
         block = int(chain.block_of[index])
         for cut, figure in size.items():
             most[cut][block] = max(most[cut][block], figure)

@@ -307,7 +307,9 @@ def roofline_costs_of_share(
     """
     widths = element_bytes(graph, precision)
     sizes = {
-        name: width * graph.type_of(name).elements * (share if samples.carries(name) else 1.0)
+        name: width
+        * graph.type_of(name).elements
+        * (share if samples.has_batch_dimension(name) else 1.0)
         for name, width in widths.items()
     }
     flops = [

@@ -136,7 +136,7 @@ class Program:
         ).tolist()
         return found
 
-    def stage(self, values: NDArray[np.float64]) -> Indices:
+    def stages_of_operators(self, values: NDArray[np.float64]) -> Indices:
         """Return the stage of each operator if the variables have these values."""
         chosen = np.concatenate(([0.0], np.cumsum(values[: self._begin[-1]])))
         found: Indices = self.space.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
@@ -482,7 +482,9 @@ class PartitionProblem:
             nodes=_NODES,
             solver=self.solver,
         )
-        return program.stage(result.values)[group] if result.found else None, max(result.bound, 0.0)
+        return program.stages_of_operators(result.values)[group] if result.found else None, max(
+            result.bound, 0.0
+        )
 
     def _better(self, one: Indices, other: Indices | None, limit: float) -> Indices:
         """Return `other` if it keeps the work limit and sends fewer bytes than `one`, otherwise
@@ -548,7 +550,7 @@ class PartitionProblem:
         answer = solve(
             program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES, solver=self.solver
         )
-        return program.stage(answer.values) if answer.found else None, answer.proven
+        return program.stages_of_operators(answer.values) if answer.found else None, answer.proven
 
     def _most_even_contiguous(
         self, limit: float, contiguous: Indices, coarse: PartitionSpace, group: Indices

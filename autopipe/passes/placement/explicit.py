@@ -487,7 +487,7 @@ def _moved_split(
     own = node_split(samples, node, split)
     if devices % math.prod(degree for _, degree in own) == 0:
         yield node, own
-    elif not has_other and devices > 1 and samples.divides(node, devices):
+    elif not has_other and devices > 1 and samples.can_divide(node, devices):
         yield node, node_split(samples, node, ((SAMPLES, devices),))
 
 

@@ -125,7 +125,7 @@ def _pipeline_stages(problem: Problem, resolved: tuple[ResolvedConstraint, ...])
         own = {node: splits[node] for node in nodes if splits.get(node)}
         _check_axis_sizes(samples, own, size)
         others = [
-            node for node in nodes if node not in splits and samples.divides(node, len(group_of))
+            node for node in nodes if node not in splits and samples.can_divide(node, len(group_of))
         ]
         own |= dict(samples.splits(others, len(group_of)))
         yield Stage(nodes, group_of, size, tuple(sorted(own.items())), problem.recomputes_all)

@@ -43,7 +43,7 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepSummary:
     """The length and memory of a simulated step, without its tasks: `end` in seconds, the others in
     bytes per device. The fields have the names of those of a `Timeline`.
     """
@@ -53,7 +53,7 @@ class Step:
     static_memory: tuple[int, ...]
 
 
-def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
+def check_memory(problem: Problem, placement: Placement, timeline: Timeline | StepSummary) -> None:
     """Raise OutOfMemoryError if a device needs more memory than its limit.
 
     The message names the device with the largest excess, its stages and the bytes, and the number
@@ -201,7 +201,7 @@ def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
 
 def quick_step(
     problem: Problem, placement: Placement, costs: Sequence[StageCost]
-) -> Timeline | Step:
+) -> Timeline | StepSummary:
     """Return the step of a placement under 1F1B, computed from the costs of its stages. Memory
     limits are ignored.
     """
@@ -221,7 +221,7 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
 
 def step_under_1f1b(
     graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool
-) -> Timeline | Step:
+) -> Timeline | StepSummary:
     """Return the step under schedule kFkB with k = 1, which is 1F1B if all stages have equal
     micro-batch sizes. The result has a list of tasks (`Timeline`) only if `is_chain(graph)` is
     False.
@@ -245,7 +245,9 @@ def is_chain(graph: StageGraph) -> bool:
     )
 
 
-def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Step:
+def chain_step(
+    graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool
+) -> StepSummary:
     """Return the step that `simulate` computes for the order of kFkB with k = 1. The results are
     equal to the last bit. The graph must be a chain (`is_chain`).
 
@@ -271,7 +273,7 @@ def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, tr
         for device in group:
             static[device] = stage.static_bytes
             peak[device] = stage.static_bytes + saved + stage.transient_bytes
-    return Step(step_end, tuple(peak), tuple(static))
+    return StepSummary(step_end, tuple(peak), tuple(static))
 
 
 def _end_of_each_stage(

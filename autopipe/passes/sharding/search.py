@@ -434,7 +434,7 @@ class SplitProblem:
         """
         stage = fitted.placement.stages[index]
         samples = sample_axes(graph)
-        if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
+        if any(not samples.can_divide(node, len(stage.devices)) for node in stage.nodes):
             return None
         splits = samples.splits(stage.nodes, len(stage.devices))
         return self._with_splits(fitted.placement, index, splits, fitted.proof)

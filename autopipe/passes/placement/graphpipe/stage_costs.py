@@ -100,7 +100,7 @@ class NodeSeconds:
         and 0 for all other nodes.
         """
         if degree not in self._undivided:
-            each = [not self.samples.divides(node, degree) for node in self.firsts]
+            each = [not self.samples.can_divide(node, degree) for node in self.firsts]
             self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
         return self._undivided[degree]
 

@@ -275,7 +275,7 @@ def messages_between(
     for column, (_, _, reading) in enumerate(values):
         read[:, column] = downsets.holds[:, reading].sum(axis=1)
     readers = np.array([len(reading) for _, _, reading in values])
-    shared = [(samples.carries(name), sizes[name]) for name, _, _ in values]
+    shared = [(samples.has_batch_dimension(name), sizes[name]) for name, _, _ in values]
     weights = np.array([(size * cut, size * (not cut), 1.0) for cut, size in shared]).reshape(-1, 3)
     still_read = made & (read < readers)
     single = readers == 1

@@ -213,7 +213,8 @@ class IntraStageSearch:
         """
         width = len(stage.devices)
         if any(
-            node in self.required or not self.samples.divides(node, width) for node in stage.nodes
+            node in self.required or not self.samples.can_divide(node, width)
+            for node in stage.nodes
         ):
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))

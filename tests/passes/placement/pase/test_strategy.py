@@ -43,7 +43,7 @@ def test_never_below_data_parallelism(graph: Graph, devices: Cluster) -> None:
     (stage,) = Pase().run(given).stages
     samples = sample_axes(graph)
     group = devices.size
-    if all(samples.divides(node, group) for node in range(len(graph.nodes))):
+    if all(samples.can_divide(node, group) for node in range(len(graph.nodes))):
         shared = samples.splits(range(len(graph.nodes)), group)
         assert seconds_of(given, stage.splits) <= seconds_of(given, shared)
 
