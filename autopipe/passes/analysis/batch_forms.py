@@ -309,7 +309,7 @@ class _FormAnalysis:
         return self._forms[wanted]
 
     def _ancestors(self, wanted: str) -> set[int]:
-        """Return the indices of the nodes on which the value `wanted` depends."""
+        """Return the indices of the nodes that the value `wanted` depends on."""
         found: set[int] = set()
         waiting = [wanted]
         while waiting:

@@ -52,8 +52,8 @@ class Chain:
         return tuple(sorted(self.order[self.cuts[first] : self.cuts[stop]]))
 
     def by_block(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return, for each block, the sum of `values` over its nodes. `values` has one number per
-        node of the graph, in graph order.
+        """Return, for each block, the sum of `values` over its nodes. `values` contains one number
+        per node of the graph, in graph order.
         """
         sums = np.zeros(self.blocks)
         np.add.at(sums, self.block_of, values)
@@ -132,8 +132,8 @@ def make_chain(
 ) -> Chain:
     """Return the graph as a chain of at most `limit` + 1 blocks, plus 2 per group of `groups`.
 
-    `seconds` has the time of each node. `choose_cuts` chooses the boundaries. Additional boundaries
-    are before the first and after the last node of each group.
+    `seconds` contains the time of each node. `choose_cuts` chooses the boundaries. Additional
+    boundaries are before the first and after the last node of each group.
     """
     order = linear_order(graph)
     place = {node: index for index, node in enumerate(order)}
@@ -185,7 +185,7 @@ def choose_cuts(
     """Return up to `limit` positions of block boundaries, in ascending order, or all positions if
     there are at most `limit` nodes.
 
-    `crossing` has the bytes that cross each position, `seconds` the time of the node at each
+    `crossing` contains the bytes that cross each position, `seconds` the time of the node at each
     position. The total time is divided into about `limit` / 2 equal intervals, and the position
     with the fewest crossing bytes in each interval becomes a boundary. The remaining boundaries are
     at the other positions with the fewest crossing bytes.
@@ -227,7 +227,7 @@ def range_sums(blocks: NDArray[np.float64]) -> Matrix:
 
 def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
     """Return the matrix that has at [i, j] the maximum of the numbers of blocks i to j - 1, and 0
-    for an empty range. `blocks` has one number per block.
+    for an empty range. `blocks` contains one number per block.
     """
     count = len(blocks)
     found = np.zeros((count + 1, count + 1))

@@ -277,8 +277,8 @@ def attention_tensors(
 def _attention_properties(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProperties:
     """Return the properties by which torch selects the kernel of an attention over full sequences.
 
-    `axes` has the size of each axis of the node's iteration space. Sliding windows, and a causal
-    attention with a cache, count as masked, because they are passed to torch as masks.
+    `axes` contains the size of each axis of the node's iteration space. Sliding windows, and a
+    causal attention with a cache, count as masked, because they are passed to torch as masks.
     """
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     masked = any(node.inputs[3:4]) or any(node.inputs[6:7]) or max(windows) >= 0
@@ -307,7 +307,7 @@ def workspace_of(
     graph: Graph, precision: str, index: int, use: OpInstance, degrees: Mapping[str, int]
 ) -> Workspace:
     """Return the bytes of the temporary tensors of the node `index`: 0 unless the node is a
-    cross-entropy. `degrees` has the number of parts of each split axis.
+    cross-entropy. `degrees` contains the number of parts of each split axis.
 
     A cross-entropy that recomputes its logits from the last hidden state needs the logits of one
     block of classes, and the gradient of the weight if it is trained. A cross-entropy that reads

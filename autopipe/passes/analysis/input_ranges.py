@@ -112,7 +112,7 @@ def _element_move(node: Node) -> Move | None:
 
 class _Bounds:
     """The tightest bounds found so far: one pair per element of an input, or one pair for all
-    elements. `least` has the inclusive lower bounds, `below` the exclusive upper bounds.
+    elements. `least` contains the inclusive lower bounds, `below` the exclusive upper bounds.
     """
 
     def __init__(self, elements: int) -> None:

@@ -35,7 +35,7 @@ def first_joining_node(graph: Graph) -> Node | None:
     node certainly does.
 
     `graph` has at least two samples. These cases do not count:
-    - a mean over samples that is an output, or on which an output depends linearly, because the
+    - a mean over samples that is an output, or that an output depends on linearly, because the
       mean over equal micro-batches is the mean over the batch;
     - a value without samples that is computed from samples and read together with samples, because
       the frontend warns about it;

@@ -71,7 +71,7 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
 
 
 def _layer_class(repeat: Repeat, order: Sequence[int]) -> LayerClass:
-    """Return the layer class of a repeated part. `order` has the node at each position of the
+    """Return the layer class of a repeated part. `order` contains the node at each position of the
     sequence in which the part was found.
     """
     length = repeat.length

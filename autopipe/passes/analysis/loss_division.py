@@ -172,7 +172,7 @@ def with_loss_totals(model: Model, form: LossForm | None, batching: Batching) ->
 
 def differentiated_value(model: Model, division: LossDivision) -> str:
     """Return the name of the value whose gradient is computed in each micro-batch: the loss of the
-    model, or, for a divided loss, the sum N that `with_loss_totals` has added to the outputs.
+    model, or, for a divided loss, the sum N that `with_loss_totals` adds to the outputs.
     """
     if not division.divided:
         return model.loss

@@ -47,8 +47,8 @@ the two nodes in one segment, because torch computes them in one call.
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a stage that recomputes activations. `nodes` has the indices of the nodes of
-    each segment.
+    """The segments of a stage that recomputes activations. `nodes` contains the indices of the
+    nodes of each segment.
     """
 
     nodes: tuple[tuple[int, ...], ...]

@@ -45,8 +45,8 @@ from autopipe.ir.space import Space
 def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
     """Return the steps that convert a value from layout `source` to layout `target`.
 
-    `source` has even shards (no shards read through windows) and no partial sums. The first rule
-    that applies decides:
+    `source` must have even shards (no shards read through windows) and no partial sums. The first
+    rule that applies decides:
 
     1. If the layouts are equal: no steps.
     2. If `target` has windowed shards: one `slice` if no device lacks an element, otherwise one
@@ -341,7 +341,7 @@ def with_redistributions(
 ) -> Iterator[NodeLayouts | ValueRedistribution]:
     """Yield the nodes of a stage in order, and between them the steps that change layouts.
 
-    `received` has the layouts of the values that the stage does not compute. `outputs` are the
+    `received` contains the layouts of the values that the stage does not compute. `outputs` are the
     outputs of the stage. `may_stay_partial` are the values that stay partial sums if they are
     scalars. `group` is the number of devices.
 
@@ -445,8 +445,8 @@ def parameters_to_replicate(
 
 def _has_unequal_shards(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
     """True if a device would hold two different shards of a parameter, or if two different shards
-    overlap. `holdings` has the devices and the layout of the parameter for each stage that reads
-    it.
+    overlap. `holdings` contains the devices and the layout of the parameter for each stage that
+    reads it.
     """
     shard_of_device: dict[int, TensorSlice] = {}
     for devices, layout in holdings:

@@ -30,7 +30,7 @@ def assign_nodes(
     """Return the nodes and outputs of each stage such that each pipeline computes the values
     `wanted`.
 
-    A node on which no wanted value depends is omitted. A node of `recomputed_nodes` (cheap nodes
+    A node that no wanted value depends on is omitted. A node of `recomputed_nodes` (cheap nodes
     such as masks, which are computed again instead of sent) is in each stage that needs its values.
     """
     recomputed = recomputed_nodes(graph)
@@ -78,7 +78,7 @@ def assign_nodes(
 
 @memoize(MAX_CACHED_GRAPHS)
 def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the indices of the nodes on which the values `wanted` depend, in ascending order."""
+    """Return the indices of the nodes that the values `wanted` depend on, in ascending order."""
     live = {producer for name in wanted if (producer := graph.producer(name)) is not None}
     every = graph.sources()
     for index in reversed(range(len(graph.nodes))):

@@ -150,7 +150,7 @@ class Wait:
 
     @property
     def rank(self) -> int:
-        """A rank for which the blocked rank waits: the sender of the message, or the first rank
+        """A rank that the blocked rank waits for: the sender of the message, or the first rank
         that has not reached the barrier.
         """
         if isinstance(self.awaited, ProofChannel):
@@ -218,7 +218,7 @@ class Action:
         """Run the action on a micro-batch and return None, or return the reason why it cannot run
         yet.
 
-        `done` has the micro-batches on which the rank has run each part, and is extended. The
+        `done` contains the micro-batches on which the rank has run each part, and is extended. The
         action appends the ranks that may be able to continue to `awake`. Raises CodegenError if the
         action can never run, or contradicts the instructions of another rank.
         """
@@ -518,7 +518,7 @@ def prove_no_deadlock(program: Program) -> tuple[RankTrace, ...]:
 
 
 def _check_waits(waits: dict[int, Wait], traces: Sequence[RankTrace]) -> None:
-    """Raise CodegenError if a rank is still blocked when no rank can continue. `waits` has the
+    """Raise CodegenError if a rank is still blocked when no rank can continue. `waits` contains the
     reason for each blocked rank.
 
     The error names a message or barrier that no later instruction provides. If there is none, it

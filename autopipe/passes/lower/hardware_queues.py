@@ -10,7 +10,7 @@ before it can send the message.
 Objective: show that all kernels of all ranks end with a given number of queues per device. The
 check executes the kernels on a model of the queues:
 
-- The first kernel of a queue starts as soon as all kernels for which it waits have ended.
+- The first kernel of a queue starts as soon as all kernels that it waits for have ended.
 - A kernel of a communicator ends as soon as the kernels at the same position of the communicator
   have started on all member ranks. Each other kernel ends as soon as it starts.
 
@@ -115,8 +115,8 @@ group is a tuple of ranks in ascending order.
 def _collective_groups(
     program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: RankCode
 ) -> _Groups:
-    """Return, for each stage of a rank, the process groups of its collectives. `meshes` has the
-    mesh axes over which each stage communicates.
+    """Return, for each stage of a rank, the process groups of its collectives. `meshes` contains
+    the mesh axes that each stage communicates over.
     """
     found = {}
     for wired in code.stages:
@@ -218,8 +218,8 @@ _COMPUTE = "compute"
 
 
 def _connect_counterparts(launched: Sequence[Sequence[_Kernel]]) -> None:
-    """Set `counterparts` of each kernel of a communicator. `launched` has the kernels of each rank
-    in the order of launch.
+    """Set `counterparts` of each kernel of a communicator. `launched` contains the kernels of each
+    rank in the order of launch.
     """
     streams: dict[tuple[Hashable, int], list[_Kernel]] = defaultdict(list)
     for kernel in (kernel for kernels in launched for kernel in kernels if kernel.members):
@@ -242,7 +242,7 @@ def _kernels_by_queue(kernels: Sequence[_Kernel], queues: int) -> list[list[_Ker
 
 
 def _run_queues(devices: Sequence[list[list[_Kernel]]]) -> None:
-    """Start and end kernels until no queue of any device can make progress. `devices` has the
+    """Start and end kernels until no queue of any device can make progress. `devices` contains the
     queues of each device, whose last kernel is the next.
     """
     progress = True

@@ -311,8 +311,8 @@ def _split_backwards(
 def _rank_steps(
     wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]
 ) -> list[RankStep]:
-    """Return the instructions of each rank for one step. `ratios` has the number of micro-batches
-    of each stage per micro-batch of the program.
+    """Return the instructions of each rank for one step. `ratios` contains the number of
+    micro-batches of each stage per micro-batch of the program.
     """
     orders = SendingOrders(schedule)
 
@@ -352,7 +352,7 @@ def _stages_by_rank(graph: Graph, parts: ProgramParts, devices: int) -> list[lis
 
 def _program_output(parts: ProgramParts, name: str, batch: BatchAxes) -> Output:
     """Return the output `name` of the program: its type, its batch dimension, and the stages and
-    shards that provide it. `batch` has the batch dimensions of the values.
+    shards that provide it. `batch` contains the batch dimensions of the values.
     """
     giving: dict[int, ShardedStage] = {}
     for stage in parts.stages:
@@ -413,8 +413,8 @@ def fold_into_sections(
     The steady state is the loop that covers the most instructions, or () if nothing repeats.
     Repeated instructions before and after it are folded into further loops.
 
-    `ratios` has the number of micro-batches of each stage per micro-batch of the program; () if it
-    is 1 for all stages.
+    `ratios` contains the number of micro-batches of each stage per micro-batch of the program; ()
+    if it is 1 for all stages.
     """
     units = {stage: math.lcm(*ratios) // each for stage, each in enumerate(ratios)}
     before, loop, after = _largest_loop(flat, units)
@@ -443,9 +443,9 @@ def _largest_loop(
 
     A body of n instructions repeats if each instruction equals the instruction n positions earlier
     except for its micro-batch, and all micro-batches advance by one distance. Stages may have
-    micro-batches of different sizes. `units` has the size of the micro-batches of each stage in a
-    common unit, so that equal distances in samples are equal numbers. Time O(length of `flat` times
-    `_MAX_BODY`).
+    micro-batches of different sizes. `units` contains the size of the micro-batches of each stage
+    in a common unit, so that equal distances in samples are equal numbers. Time O(length of `flat`
+    times `_MAX_BODY`).
     """
     kinds: dict[tuple[int, Opcode, int | None, int | None], int] = {}
     keys = ((each.stage, each.opcode, each.source, each.part) for each in flat)

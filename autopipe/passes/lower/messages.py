@@ -47,8 +47,8 @@ def make_message_slices(
 
     The order is by target stage, source stage, slice of micro-batches of the target, slice of
     micro-batches of the source, value, and target rank. `stages` are the stages on local shards,
-    `differentiable` are the values with a gradient, and `types` has the element type of each value
-    in a message.
+    `differentiable` are the values with a gradient, and `types` contains the element type of each
+    value in a message.
 
     Raises CodegenError if a value leaves its stage as partial sums. Raises InfeasibleError if
     stages have different micro-batch sizes and a value cannot be divided by samples.
@@ -219,7 +219,7 @@ def make_channels(
 ) -> tuple[Channel, ...]:
     """Return the channels between different ranks, with the number of buffers at each end.
 
-    `wired` has the stages of each rank, `stages` the code of all stages, and `steps` the
+    `wired` contains the stages of each rank, `stages` the code of all stages, and `steps` the
     instructions of each rank.
     """
     found = []

@@ -1,7 +1,7 @@
 """The task graph of a rank with its predicted memory, for `autopipe show --tasks`.
 
 The graph has the tasks of one step in the order in which the rank runs them, and for each task the
-tasks for which it waits. Loops are unrolled. Work that belongs to a line of the program has
+tasks that it waits for. Loops are unrolled. Work that belongs to a line of the program has
 separate tasks: collectives inside a stage, the accumulation of gradients, the update, and freeing
 memory.
 """
@@ -63,7 +63,7 @@ class TaskNode:
     from stage 1 only.
 
     bytes: bytes that the task moves, accumulates, updates or frees.
-    after: indices of the tasks of this rank for which the task waits.
+    after: indices of the tasks of this rank that the task waits for.
     messages: the messages of a send or receive task.
     group: ranks that take part in a collective, a gradient reduction or a gather of parameters.
     inside: index of the task during which a collective runs.

@@ -131,7 +131,7 @@ class StageExchange:
     collective.
     """
     over: MeshAxes
-    """Mesh axes of the stage's devices over which the collective communicates."""
+    """Mesh axes of the stage's devices that the collective communicates over."""
     times: int = 1
     """Number of times that the collective runs per micro-batch; `bytes` is the sum over all of
     them.

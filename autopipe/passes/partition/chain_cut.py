@@ -105,15 +105,15 @@ def limit_runs_to_memory(
 
 
 def chain_step_seconds(seconds: Sequence[float], micro_batches: int) -> float:
-    """Return the seconds of a pipeline step with warm-up and cool-down. `seconds` has the time of
-    each stage per micro-batch.
+    """Return the seconds of a pipeline step with warm-up and cool-down. `seconds` contains the time
+    of each stage per micro-batch.
     """
     return sum(seconds) + (micro_batches - 1) * max(seconds)
 
 
 def even_run_ends(work: _Floats, count: int) -> list[int]:
-    """Return the boundaries at which `count` runs of about equal work end. `work` has the work of
-    each block. Each run has at least one block.
+    """Return the boundaries at which `count` runs of about equal work end. `work` contains the work
+    of each block. Each run has at least one block.
     """
     done = np.concatenate(([0.0], np.cumsum(work)))
     stops = [0]

@@ -28,7 +28,7 @@ comparison.
 def count_downsets(needs: tuple[int, ...]) -> int | None:
     """Return the number of downsets, including the empty one, or None if counting takes too long.
 
-    `needs` has, for each block in topological order, the set of the blocks from which it reads. If
+    `needs` has, for each block in topological order, the set of the blocks that it reads from. If
     the blocks consist of independent parts, the result is the product of the counts of the parts.
     Otherwise a block v with the most ancestors and descendants is chosen:
 
@@ -71,7 +71,7 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
 
 
 def transitive_needs(needs: Sequence[int]) -> list[int]:
-    """Return, for each block, the set of all blocks on which it depends, directly or indirectly.
+    """Return, for each block, the set of all blocks that it depends on, directly or indirectly.
     `needs` is as in `count_downsets`.
     """
     below: list[int] = []
@@ -175,7 +175,7 @@ class NestedPairs:
 
     def difference(self, values: NDArray[np.float64]) -> Figures:
         """Return, for each pair, the value of its outer downset minus the value of its inner
-        downset. `values` has one number per downset.
+        downset. `values` contains one number per downset.
         """
         found: Figures = values.take(self.outer)
         found -= values.take(self.inner)

@@ -3,7 +3,7 @@ readers.
 
 `PartitionSpace` restricts the stages of operators. It also partitions by dynamic programming, over
 contiguous ranges of operators or over all downsets. A downset is a set of operators that contains,
-with each operator, all operators on which it depends.
+with each operator, all operators that it depends on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Flow:
         return list(zip(sources[order].tolist(), readers[order].tolist(), strict=True))
 
     def needs(self) -> list[int]:
-        """Return, for each operator, the set of the operators from which it reads, as an integer
+        """Return, for each operator, the set of the operators that it reads from, as an integer
         with one bit per operator.
         """
         found = [0] * self.operators
@@ -198,7 +198,7 @@ class PartitionSpace:
         """Return a part of the space that contains all of its partitions without a stage of more
         work than `limit`. It may be empty.
 
-        With W_before(v) = work of operator v and of all operators on which it depends, and
+        With W_before(v) = work of operator v and of all operators that it depends on, and
         W_after(v) = work of v and of all operators that depend on it:
 
             first[v] >= ceil(W_before(v) / limit) - 1

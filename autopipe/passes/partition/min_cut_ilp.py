@@ -234,7 +234,7 @@ def _earlier_merge_target(
     """Return the operator into whose earlier stage `operator` can move without additional bytes, or
     None.
 
-    It is u, the last operator from which `operator` reads. All other producers and all other
+    It is u, the last operator that `operator` reads from. All other producers and all other
     readers of the operands must be ancestors of u. After the move, the results of `operator` are
     sent instead of the values that u produces for it, so the results must not be larger. `before`
     has the ancestors of each operator; `reads` and `gives` are the operands and results of
@@ -256,7 +256,7 @@ def _later_merge_target(
     flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]
 ) -> int | None:
     """Return the operator whose stage an operator can join without additional bytes, or None.
-    `reads` and `gives` are the operands and results of that operator, and `before` has the
+    `reads` and `gives` are the operands and results of that operator, and `before` contains the
     ancestors of each operator.
 
     It is w, the first reader of the results. All other readers of the results must depend on w.
@@ -340,8 +340,8 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StagePartition:
-    """A partition into stages, and its quality. `nodes` has the indices of the nodes of each stage,
-    in ascending order.
+    """A partition into stages, and its quality. `nodes` contains the indices of the nodes of each
+    stage, in ascending order.
     """
 
     stage: Indices = field(compare=False)

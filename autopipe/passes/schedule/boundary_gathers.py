@@ -55,8 +55,8 @@ def choose_gathers(problem: Problem, placement: Placement) -> Placement:
 def _values_worth_gathering(
     problem: Problem, works: tuple[StageWork, ...], work: StageWork
 ) -> Iterator[str]:
-    """Yield the names of the values that the stage of `work` has in full sooner if it receives them
-    in slices and gathers the slices. `works` is the work of all stages.
+    """Yield the names of the values that the stage of `work` holds in full sooner if it receives
+    them in slices and gathers the slices. `works` is the work of all stages.
     """
     cluster = problem.cluster
     devices = work.stage.devices

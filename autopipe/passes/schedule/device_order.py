@@ -128,7 +128,7 @@ def _permuted_groups(
     type_of_group: Sequence[Device], types: Sequence[Device]
 ) -> list[tuple[int, ...]]:
     """Return, for each permutation of `types`, the indices of the groups of these types, sorted by
-    the permutation. `type_of_group` has the device type of each group.
+    the permutation. `type_of_group` contains the device type of each group.
     """
     groups = [group for group, device in enumerate(type_of_group) if device in types]
     return [

@@ -78,7 +78,7 @@ def merge_orders(
         after[source].append(target)
 
     def is_ready(stage: int) -> bool:
-        """True if the stage runs no task and all tasks on which its next task depends are done."""
+        """True if the stage runs no task and all tasks that its next task depends on are done."""
         if stage in busy or not remaining[stage]:
             return False
         task = remaining[stage][0]

@@ -285,8 +285,8 @@ def forward_and_backward_slots(
 def grid_slots(
     pipeline: Sequence[int], micro_batches: Iterable[int], group: int
 ) -> Iterator[tuple[int, Task]]:
-    """Yield (slot, task) for all tasks of `micro_batches` on the grid. `pipeline` has the stages of
-    the pipeline, and micro-batches run in groups of `group`.
+    """Yield (slot, task) for all tasks of `micro_batches` on the grid. `pipeline` contains the
+    stages of the pipeline, and micro-batches run in groups of `group`.
     """
     for index, m in enumerate(micro_batches):
         forwards = [Task(s, Phase.FORWARD, m) for s in pipeline]
@@ -330,7 +330,8 @@ def order_from_notation(
 
     The letter of a word is a phase, and the number is an index into the device's `stages`. A word
     stands for the first micro-batch of this stage whose forward (or backward) is not yet in the
-    order; it is skipped if there is none. `micro_batches` has the micro-batches of each stage. The
+    order; it is skipped if there is none. `micro_batches` contains the micro-batches of each stage.
+    The
     word W has no number: it is the oldest weight gradient whose input gradient (I) is in the order.
     """
     forwards = [deque(each) for each in micro_batches]
@@ -366,7 +367,7 @@ def insert_weight_gradients(
     the forwards and input gradients of each rank.
 
     Each task takes one slot, and the `stages` stages form a chain. In each slot, a rank runs its
-    next task of `orders` if all tasks on which it depends are done and, for a forward, fewer than
+    next task of `orders` if all tasks that it depends on are done and, for a forward, fewer than
     `capacity` activations are saved. Otherwise the rank runs its oldest weight gradient whose input
     gradient has run, if any. Raises InfeasibleError if no rank can run a task, because `capacity`
     is too small.
@@ -374,7 +375,7 @@ def insert_weight_gradients(
     done: set[Task] = set()
 
     def may_start(task: Task, saved: int) -> bool:
-        """True if all tasks on which `task` depends are done and, for a forward, `saved` is below
+        """True if all tasks that `task` depends on are done and, for a forward, `saved` is below
         the capacity.
         """
         s = task.stage

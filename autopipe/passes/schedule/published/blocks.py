@@ -28,7 +28,7 @@ class _ForwardPart:
     name: str
     devices: tuple[int, ...]
     after: tuple[int, ...]
-    """Indices of the parts on which this part depends."""
+    """Indices of the parts that this part depends on."""
     memory: int = 1
 
 
@@ -75,7 +75,7 @@ def shape_blocks(
         piece: _ForwardPart, phase: str, time: int, memory: int, after: Sequence[int]
     ) -> Block:
         """Return the block of one phase ("F" or "B") of a part. `after` are the indices of the
-        blocks on which it depends.
+        blocks that it depends on.
         """
         is_sharded = len(piece.devices) > 1
         block_name = f"{phase}{piece.name}"
@@ -262,7 +262,7 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
 
 def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
     """Yield the blocks with all forwards before all other blocks. Forwards are the blocks that add
-    memory, and all blocks on which these depend. If no block adds memory, all blocks count as
+    memory, and all blocks that these depend on. If no block adds memory, all blocks count as
     forwards.
     """
     forward = {index for index, block in enumerate(graph.blocks) if block.memory > 0}

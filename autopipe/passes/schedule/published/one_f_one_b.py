@@ -209,13 +209,13 @@ def order_kfkb(
     """Return the kFkB schedule: the `stage_order` of each stage, merged into one order per device.
 
     `micro_batches` is the number of micro-batches of the problem; a stage with smaller
-    micro-batches runs several of them per micro-batch of the problem. `k_per_stage` has k of each
-    stage; empty means 1 for all stages, which is 1F1B if all micro-batches have one size.
+    micro-batches runs several of them per micro-batch of the problem. `k_per_stage` contains k of
+    each stage; empty means 1 for all stages, which is 1F1B if all micro-batches have one size.
 
     In the case of 1F1B, the orders of stages contain no circular wait. Proof: let depth(s) be the
     number of stages on the longest path from stage s to an end of the graph. Give forward F(s, m)
     the number 2m - depth(s) and backward B(s, m) the number 2m + depth(s) - 1. Each task has a
-    larger number than the tasks on which it depends, because depth decreases along each edge.
+    larger number than the tasks that it depends on, because depth decreases along each edge.
     """
     k_per_stage = k_per_stage or (1,) * len(graph.stage_devices)
     numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(k_per_stage)))
@@ -228,7 +228,7 @@ def order_kfkb(
 
 def max_in_flight(graph: StageGraph, k_per_stage: Sequence[int]) -> tuple[int, ...]:
     """Return, for each stage, the maximum number of the stage's micro-batches in flight: their
-    forward has run, their backward has not. `k_per_stage` has k of each stage.
+    forward has run, their backward has not. `k_per_stage` contains k of each stage.
     """
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(k_per_stage))]
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]

@@ -1,7 +1,7 @@
 """Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V), V schedules with controllable memory (V-Half, V-Min),
 DualPipe and DualPipeV.
 
-A backward is split into I, the input gradients, for which other stages wait, and W, the weight
+A backward is split into I, the input gradients, which other stages wait for, and W, the weight
 gradients, which fill slots that would otherwise be idle. The papers call I and W "B" and "W".
 
 In formulas, p is the number of devices of a pipeline. F, B, I and W are the times that one

@@ -154,7 +154,7 @@ def makespan_bound(graph: BlockGraph, micro_batches: int) -> int:
 
 def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     """Return the graph of the blocks that use some, but not all, of the devices `widest`; None if
-    there are none. A block of the result waits for the narrow blocks on which it depends through
+    there are none. A block of the result waits for the narrow blocks that it depends on through
     other blocks. The result has no delays, and its blocks use no memory.
     """
     narrow = [
@@ -399,7 +399,7 @@ def minimum_memory(graph: BlockGraph, device: int, limits: Sequence[int | None])
     before = [sum(1 << other for other in set(block.after)) for block in blocks]
 
     def can_start(index: int, started: int) -> bool:
-        """True if the block has not started and all blocks for which it waits have started."""
+        """True if the block has not started and all blocks that it waits for have started."""
         nonlocal steps
         steps += 1
         return not started >> index & 1 and before[index] & started == before[index]
@@ -555,7 +555,7 @@ def earliest_starts(
     graph: BlockGraph, micro_batches: int, order: Iterable[tuple[int, int]]
 ) -> Starts:
     """Return the earliest starts if blocks are placed one after another in `order`, which contains
-    pairs (micro-batch, block). In `order`, each block comes after the blocks on which it depends.
+    pairs (micro-batch, block). In `order`, each block comes after the blocks that it depends on.
     """
     free = [0] * graph.devices
     starts = [[0] * len(graph.blocks) for _ in range(micro_batches)]

@@ -394,7 +394,7 @@ class _GreedyPlacement:
         placed in the order `order`; `reserve` and `adjacent` are as in `_PlacingOptions`. Memory is
         not checked.
 
-        Each block is placed as close as possible after the placed blocks on which it depends. If
+        Each block is placed as close as possible after the placed blocks that it depends on. If
         none of these is placed, the block is placed as close as possible before the placed blocks
         that depend on it.
         """

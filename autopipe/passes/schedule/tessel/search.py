@@ -726,7 +726,7 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
 
     1. blocks that others depend on and that neither allocate memory nor start a micro-batch;
     2. blocks that allocate memory or start a micro-batch;
-    3. other blocks, on which no block depends.
+    3. other blocks, which no block depends on.
 
     Ties go to the older micro-batch, then to the longest time after the block. A block on several
     devices reserves its idle devices until all of them are idle. For each block, only the oldest

@@ -156,7 +156,7 @@ def add_memory(
     """Return the blocks with the memory that each adds or frees, and with memory limits of the
     devices.
 
-    `free` has the bytes of each device that are available for saved activations and temporary
+    `free` contains the bytes of each device that are available for saved activations and temporary
     memory. Saved activations are rounded up and limits are rounded down. A device has no limit if
     its memory suffices for all `micro_batches` at once.
     """
@@ -239,7 +239,7 @@ def _all_messages(
 
 
 def _predecessors(stages: StageGraph, stage: int, phase: Phase, number: int) -> list[BlockKind]:
-    """Return the tasks in the block graph for which a task waits: the tasks on which it depends,
+    """Return the tasks in the block graph that a task waits for: the tasks that it depends on,
     and the task of the same stage and phase on the previous micro-batch.
     """
     dependencies = stages.needs(stage, phase, number)
