@@ -73,7 +73,7 @@ LISTED: Mapping[str, str] = {
     "backends.torch.runtime.data.sources:save_samples": "a temporary folder",
     "backends.torch.runtime.modes.decoder:GenerationRequest.write": "a temporary folder",
     "backends.torch.runtime.modes.dry_run:DryReporter.end_step": "a temporary folder",
-    "backends.torch.runtime.watch.failures:end_on_error.hook": "a temporary folder",
+    "backends.torch.runtime.watch.failures:install_error_hook.hook": "a temporary folder",
     "backends.torch.runtime.modes.generation:Generation.run": "a temporary folder",
     "backends.torch.runtime.watch.heartbeat:Heartbeat.__init__": "a temporary folder",
     "backends.torch.runtime.manifest:remove_partial_outputs": "unfinished outputs, by their names",

@@ -105,7 +105,7 @@ def generate(
     longest = max(map(len, sequences))
     with _program_of(program, settings.model) as (folder, planned):
         manifest = open_program(folder, settings.model)
-        decoder = Decoder.of(manifest)
+        decoder = Decoder.from_manifest(manifest)
         decoder.check(request)
         _check_layout(manifest.model, decoder)
         if planned is not None:

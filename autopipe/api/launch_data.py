@@ -65,7 +65,7 @@ def check_training_data(
                 hint="set --steps, or plan with lr_scheduler.total_steps",
             )
         return steps or (UNKNOWN_STEPS if epochs else 1), epochs
-    steps = steps or source.end or 1
+    steps = steps or source.steps_until_end or 1
     for line in filter(None, (*source.notes(steps), unchecked)):
         note(line)
     return steps, None

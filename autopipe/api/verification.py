@@ -598,7 +598,7 @@ class Verification:
             else:
                 # The last batch may end with filler samples, which are not compared.
                 joined = np.concatenate(parts, axis=axis)
-                count = round(joined.shape[axis] * (source.count(0) / forward.batch_size))
+                count = round(joined.shape[axis] * (source.sample_count(0) / forward.batch_size))
                 found[name] = np.take(joined, range(count), axis=axis)
         return found
 

@@ -175,7 +175,7 @@ def find_hung_rank(
         else:
             last = record.at if record.waits else min(record.at, record.since)
             hang = HungRank(rank, record.task, now - last)
-            limit = timeouts.of(record.task)
+            limit = timeouts.seconds_for_task(record.task)
         if hang.seconds > limit:
             found.append(hang)
     patience = 1 if nodes == 1 else 2
@@ -184,7 +184,7 @@ def find_hung_rank(
         for rank, record in running.items()
         if record is not None
         and record.waits
-        and now - record.since > patience * timeouts.of(record.task)
+        and now - record.since > patience * timeouts.seconds_for_task(record.task)
     ]
     if not found and len(waiting) == len(running):
         known = {rank: record for rank, record in running.items() if record is not None}

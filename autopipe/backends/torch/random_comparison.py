@@ -10,7 +10,7 @@ from torch import Tensor
 from autopipe.backends.torch.runtime.operators import bernoulli, dropout, normal, uniform
 from autopipe.backends.torch.runtime.random_numbers import philox
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
 from autopipe.backends.torch.runtime.state.parameters import init_shard
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import TensorSlice
@@ -68,7 +68,7 @@ def _draw_words(device: torch.device) -> Tensor:
     counter of the blocks starts 100 below 2^32, so that it exceeds 32 bits.
     """
     first = torch.full((1,), 2**32 - 100, dtype=torch.int64, device=device)
-    return philox.draw_words(philox.CounterRows.of(first), 0, 1 << 20, (5, 2**32 - 1))
+    return philox.draw_words(philox.CounterRows.from_first(first), 0, 1 << 20, (5, 2**32 - 1))
 
 
 def _draw_words_of_rows(device: torch.device) -> Tensor:
@@ -76,7 +76,7 @@ def _draw_words_of_rows(device: torch.device) -> Tensor:
     rows with counters of up to 2^40.
     """
     first = torch.arange(0, 2**40, 2**36 + 1, device=device)
-    return philox.draw_words(philox.CounterRows.of(first), 3, 1003, (5, 2**32 - 1))
+    return philox.draw_words(philox.CounterRows.from_first(first), 3, 1003, (5, 2**32 - 1))
 
 
 def _draw_words_without_kernel(device: torch.device) -> Tensor:
@@ -86,7 +86,7 @@ def _draw_words_without_kernel(device: torch.device) -> Tensor:
     """
     draw = philox.draw_words if device.type == "cpu" else philox.draw_words_by_operators
     first = torch.arange(0, 2**40, 2**37 + 1, device=device)
-    return draw(philox.CounterRows.of(first), 3, 1003, (5, 2**32 - 1))
+    return draw(philox.CounterRows.from_first(first), 3, 1003, (5, 2**32 - 1))
 
 
 def _init_parameter_function(scheme: str, dtype: DType) -> Callable[[torch.device], Tensor]:
@@ -97,20 +97,20 @@ def _init_parameter_function(scheme: str, dtype: DType) -> Callable[[torch.devic
     return lambda device: init_shard(parameter, _LARGE_SLICE, _SEED, 1, device)
 
 
-def _on_device(operator: Callable[[Random], Tensor]) -> Callable[[torch.device], Tensor]:
+def _on_device(operator: Callable[[RandomStreams], Tensor]) -> Callable[[torch.device], Tensor]:
     """Return a function of a device that runs the random operator `operator` with a random state on
     this device.
     """
     return lambda device: operator(_make_random(device))
 
 
-def _make_random(device: torch.device) -> Random:
-    random = Random(device, draws=True)
+def _make_random(device: torch.device) -> RandomStreams:
+    random = RandomStreams(device, draws=True)
     random.begin(_SEED, 5, 7, 7)
     return random
 
 
-def _operator_functions() -> Mapping[str, Callable[[Random], Tensor]]:
+def _operator_functions() -> Mapping[str, Callable[[RandomStreams], Tensor]]:
     """Return random operators by description, as functions of a random state."""
     return {
         "dropout": lambda random: dropout(

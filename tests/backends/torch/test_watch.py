@@ -122,15 +122,15 @@ def test_a_heartbeat_says_for_whom_its_rank_waits(tmp_path: Path) -> None:
         assert record is not None
         return record.peer, record.channel
 
-    with heartbeat.waiting(4, 17):
+    with heartbeat.record_wait(4, 17):
         assert awaited() == heartbeat.awaited == (4, 17)
     assert awaited() == heartbeat.awaited == (-1, -1)
-    with pytest.raises(RuntimeError), heartbeat.waiting(4, 17):
+    with pytest.raises(RuntimeError), heartbeat.record_wait(4, 17):
         raise RuntimeError
     assert awaited() == (-1, -1) and heartbeat.awaited == (4, 17), (
         "an error is told with what it ended"
     )
-    with heartbeat.waiting():
+    with heartbeat.record_wait():
         assert awaited() == heartbeat.awaited == (-1, -1)
 
 
@@ -146,7 +146,7 @@ def test_a_pulse_says_what_its_rank_does(tmp_path: Path) -> None:
         and sign_of_life.since >= before
     )
     heartbeat.task = "12W345"
-    with heartbeat.waiting():
+    with heartbeat.record_wait():
         inside = read_heartbeat(file)
     after = read_heartbeat(file)
     assert inside is not None and (inside.task, inside.waits) == ("12W345", True)
@@ -195,7 +195,7 @@ def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -
     """Rank 0 waits, as its pulse says for ever after; rank 1 is as good as dead."""
     heartbeat = Heartbeat(tmp_path / "waiting.pulse")
     assert isinstance(heartbeat._record, mmap.mmap)
-    with pytest.MonkeyPatch.context() as patch, heartbeat.waiting():
+    with pytest.MonkeyPatch.context() as patch, heartbeat.record_wait():
         far = time.monotonic() + 10**6
         patch.setattr(time, "monotonic", lambda: far)
         heartbeat.record_alive()

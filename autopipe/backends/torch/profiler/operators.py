@@ -30,7 +30,7 @@ from autopipe.backends.torch.profiler.timed_program import (
 )
 from autopipe.backends.torch.runtime.communication.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.host import keep_freed_memory
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
 from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction
@@ -133,7 +133,7 @@ class RunnableOperation:
             device=device,
             group=None,
             weight_grads=WeightGradQueue(()),
-            random=Random(device),
+            random=RandomStreams(device),
             running=RunningStatistics(),
             training=True,
         )

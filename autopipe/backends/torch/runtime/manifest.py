@@ -273,7 +273,7 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
         raise record.error(f"the manifest is damaged: {error.message}", error.hint) from error
     except (TypeError, ValueError) as error:
         raise record.error(f"the manifest is damaged: {error!r}") from error
-    manifest = _with_absolute_paths(manifest)
+    manifest = _make_paths_absolute(manifest)
     if model is not None:
         manifest = replace(manifest, model=model.absolute())
     if len(manifest.shards) != manifest.world_size:
@@ -291,7 +291,7 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
     return manifest
 
 
-def _with_absolute_paths(manifest: Manifest) -> Manifest:
+def _make_paths_absolute(manifest: Manifest) -> Manifest:
     """Return `manifest` with absolute paths. In the file, paths are absolute or relative to the
     program folder.
     """

@@ -105,7 +105,7 @@ class RankOptions:
     checkpoint_timeout: float = DEFAULT_TIMEOUTS.checkpoint_s
 
     @property
-    def profiled(self) -> range:
+    def profiled_steps(self) -> range:
         """Indices of the profiled steps."""
         return range(self.profile_from, self.profile_to + 1)
 

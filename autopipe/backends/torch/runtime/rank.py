@@ -104,7 +104,7 @@ class Rank(RankContext):
         self.collect = self.collector.keep
         self.reporter = self.execution.make_reporter(self)
         self.profiler = StepProfiler(
-            options.profiled, options.profile, self.number, self.device, self.heartbeat
+            options.profiled_steps, options.profile, self.number, self.device, self.heartbeat
         )
         self.clock.keeps_waits = options.trace is not None or options.profile is not None
         if options.compile:
@@ -204,7 +204,7 @@ class Rank(RankContext):
         if data.epoch <= 1 or self._has_repeated_data:
             return
         self._has_repeated_data = True
-        left = data.left_over
+        left = data.skipped_samples
         omitted = (
             f" (the last {left} {plural(left, 'sample')}, fewer than a batch, are skipped)"
             if left
@@ -258,17 +258,17 @@ class Rank(RankContext):
             self.clock.begin_step()
         self.heartbeat.task = "update"
         if self.train:
-            with self.heartbeat.waiting():
+            with self.heartbeat.record_wait():
                 self.update.finish_gradients()
             for mode in self.modes:
                 mode.on_gradients(self)
             if self.saving is not None:
-                self.saving.before_update()
+                self.saving.delay_update_until_copied()
             self.update.update_running_statistics()
             self.update.apply()
             for mode in self.modes:
                 mode.on_update(self)
-        with self.heartbeat.waiting():
+        with self.heartbeat.record_wait():
             self.transport.finish()
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()

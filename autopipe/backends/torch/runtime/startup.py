@@ -24,7 +24,7 @@ from autopipe.backends.torch.runtime.state.running_statistics import (
 from autopipe.backends.torch.runtime.step.gradients import process_groups_of_program
 from autopipe.backends.torch.runtime.step.precision import set_matmul_precision
 from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
-from autopipe.backends.torch.runtime.watch.failures import end_on_error, end_with_launcher
+from autopipe.backends.torch.runtime.watch.failures import install_error_hook, start_launcher_watch
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
@@ -51,9 +51,9 @@ def start_process(number: int, file: str) -> RankProcess:
     Raise ConfigurationError if the environment variables give this process another rank, or if the
     world size differs from the program's number of ranks.
     """
-    heartbeat = Heartbeat.of(number)
-    end_on_error(number, heartbeat)
-    end_with_launcher(heartbeat)
+    heartbeat = Heartbeat.open_for_rank(number)
+    install_error_hook(number, heartbeat)
+    start_launcher_watch(heartbeat)
     os.environ.update(variables_of_rank(os.environ))
     options = parse_options(sys.argv[1:])
     manifest = read_manifest(Path(file).resolve().parent, options.model)

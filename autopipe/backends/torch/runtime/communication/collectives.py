@@ -77,7 +77,7 @@ class Group:
         `order`.
         """
         self._traffic = transport.traffic
-        self._waiting = transport.heartbeat.waiting
+        self._waiting = transport.heartbeat.record_wait
         self._transport = transport
         self._along: dict[MeshAxes, Group] = {}
 

@@ -365,7 +365,7 @@ class ControlGroup:
         self.heartbeat = heartbeat
         self._group = None
         if world_size > 1:
-            with heartbeat.waiting(), non_preempting_threads():
+            with heartbeat.record_wait(), non_preempting_threads():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
     def _gather(self, data: bytes) -> list[bytes]:
@@ -375,7 +375,7 @@ class ControlGroup:
         # Only the main thread records its waits in the heartbeat, because the heartbeat states what
         # the main thread does.
         with (
-            self.heartbeat.waiting()
+            self.heartbeat.record_wait()
             if threading.current_thread() is threading.main_thread()
             else nullcontext()
         ):
@@ -508,11 +508,11 @@ class Transport:
             return
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        with self.heartbeat.waiting():
+        with self.heartbeat.record_wait():
             store = self._join_store()
         if not self.nccl and "LOCAL_RANK" in os.environ:
             pin_to_cores(int(os.environ["LOCAL_RANK"]), self._local_world)
-        with self.heartbeat.waiting(), non_preempting_threads():
+        with self.heartbeat.record_wait(), non_preempting_threads():
             dist.init_process_group(
                 "gloo",
                 rank=self.rank,
@@ -570,7 +570,7 @@ class Transport:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
                 self._buffers[each.number, gradient] = RecvBufferPool(buffers)
                 self._paths[each.number, gradient] = sender_and_receiver(each, gradient)
-        with self.heartbeat.waiting(), non_preempting_threads():
+        with self.heartbeat.record_wait(), non_preempting_threads():
             if self.nccl:
                 self._nccl.make_group_communicators(members)
                 self._nccl.make_p2p_communicators(channels)
@@ -721,7 +721,7 @@ class Transport:
 
     def sum_over_ranks(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         """Return the elementwise sum of a tensor over `ranks`. Does not count in `traffic`."""
-        with self.heartbeat.waiting():
+        with self.heartbeat.record_wait():
             return start_all_reduce(tensor, self.group(ranks)).wait()
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
@@ -730,7 +730,7 @@ class Transport:
         """
         if self.world_size == 1:
             return [numbers]
-        with self.heartbeat.waiting():
+        with self.heartbeat.record_wait():
             found: list[list[float]] = all_gather(
                 torch.tensor(numbers, dtype=torch.float64), None
             ).tolist()
@@ -748,7 +748,7 @@ class Transport:
         self._sends.close()
         if not dist.is_initialized():
             return
-        with self.heartbeat.waiting():
+        with self.heartbeat.record_wait():
             if self.nccl:
                 torch.cuda.synchronize(self.device)
             dist.barrier()

@@ -40,13 +40,13 @@ class StepData:
 
     samples: number of samples that come from the data; filler samples do not count.
     epoch: the epoch of the samples, counted from 1.
-    left_over: number of samples at the end of an epoch that are skipped, because they do not fill a
+    skipped_samples: number of samples at the end of an epoch that are skipped, because they do not fill a
     batch.
     """
 
     samples: int
     epoch: int
-    left_over: int
+    skipped_samples: int
 
 
 class BatchReader:
@@ -62,7 +62,7 @@ class BatchReader:
         """Return the number of samples that the data have for `step`; 0 if the data have ended.
         Call this with the first step of the run, then with each following step in order.
         """
-        return self.source.count(step)
+        return self.source.sample_count(step)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
         """Return the requested block for `step`, on the device, in the element type of the graph
@@ -74,7 +74,9 @@ class BatchReader:
 
     def end_step(self, step: int) -> StepData:
         """Return the samples that `step` has used."""
-        return StepData(self.source.count(step), self.source.epoch(step), self.source.left_over)
+        return StepData(
+            self.source.sample_count(step), self.source.epoch(step), self.source.skipped_samples
+        )
 
     def close(self) -> None:
         """Stop the thread of a reader that reads ahead. This class has no thread, so nothing
@@ -89,8 +91,8 @@ class BatchReader:
         size = self._manifest.micro_batch_size_at(request.stage)
         entry = self._inputs[request.name]
         offset = request.micro_batch * size
-        if offset + size <= self.source.count(step):
-            sample = self.source.sample(step) + offset
+        if offset + size <= self.source.sample_count(step):
+            sample = self.source.first_sample(step) + offset
             if isinstance(self.source, RandomSource):
                 return self.source.block(entry, sample, request.box, self._device)
             return torch.from_numpy(

@@ -183,7 +183,7 @@ class OutputCollector:
 
     def _wait_until_sent(self) -> None:
         """Wait until the sends of the previous step have ended."""
-        with self._transport.heartbeat.waiting():
+        with self._transport.heartbeat.record_wait():
             for work, _ in self._sends:
                 if work is not None:
                     work.wait()
@@ -214,7 +214,7 @@ class OutputCollector:
                 count = len(self._manifest.micro_batches_of(place.stage))
                 dtype = torch_dtype(self._manifest.outputs[index].value.dtype)
                 block = torch.empty((count, *shard.box.shape), dtype=dtype)
-                with self._transport.heartbeat.waiting(shard.rank):
+                with self._transport.heartbeat.record_wait(shard.rank):
                     dist.recv(block, shard.rank, tag=_OUTPUT_TAG + index)
             parts.setdefault(index, []).append((place, shard.box, block))
         for index, found in parts.items():

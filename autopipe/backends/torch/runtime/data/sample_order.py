@@ -128,14 +128,14 @@ class SampleOrder:
         return self._steps(self.samples)
 
     @property
-    def left_over(self) -> int:
+    def skipped_samples(self) -> int:
         """Number of samples at the end of each epoch that are skipped because they do not fill a
         batch.
         """
         return 0 if self.keeps_last else self.samples % self.batch_size
 
     @property
-    def end(self) -> int | None:
+    def steps_until_end(self) -> int | None:
         """Number of steps, counted from the start of the first run, after which the data end; None
         if they never end.
         """
@@ -151,7 +151,7 @@ class SampleOrder:
         """Return the number of steps that the last `samples` samples of an epoch fill."""
         return -(-samples // self.batch_size) if self.keeps_last else samples // self.batch_size
 
-    def sample(self, step: int) -> int:
+    def first_sample(self, step: int) -> int:
         """Return the number of the first sample of `step`, which must not precede the first step of
         this run.
         """
@@ -163,13 +163,13 @@ class SampleOrder:
         epochs, step = divmod(done - rest, self.steps_per_epoch)
         return (epoch + 1 + epochs) * self.samples + step * self.batch_size
 
-    def count(self, step: int) -> int:
+    def sample_count(self, step: int) -> int:
         """Return the number of samples of `step`. It is less than a batch in the last step of an
         epoch if `keeps_last`, and 0 if the data have ended.
         """
-        if self.end is not None and step >= self.end:
+        if self.steps_until_end is not None and step >= self.steps_until_end:
             return 0
-        return min(self.batch_size, self.samples - self.sample(step) % self.samples)
+        return min(self.batch_size, self.samples - self.first_sample(step) % self.samples)
 
     def stored_indices(self, start: int, stop: int) -> range | SampleNumbers:
         """Return the indices, in the stored arrays, of the samples with numbers [start, stop),

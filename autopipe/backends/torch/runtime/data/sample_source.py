@@ -21,22 +21,22 @@ class SampleSource(ABC):
     to step, across epochs.
 
     The defaults of this class describe data that never end: one epoch, in which every step has a
-    full batch. `left_over` is the number of samples at the end of an epoch that are skipped because
+    full batch. `skipped_samples` is the number of samples at the end of an epoch that are skipped because
     they do not fill a batch.
     """
 
-    left_over = 0
+    skipped_samples = 0
 
     def __init__(self, manifest: Manifest, begin: RunProgress) -> None:
         """`begin` is the position in the data at which this run starts or resumes."""
         self._manifest = manifest
         self._begin = begin
 
-    def sample(self, step: int) -> int:
+    def first_sample(self, step: int) -> int:
         """Return the number of the first sample of a step."""
         return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
-    def count(self, step: int) -> int:
+    def sample_count(self, step: int) -> int:
         """Return the number of samples that the data have for a step: 0 if the data have ended,
         less than a batch if filler samples must complete the batch.
         """
@@ -52,5 +52,5 @@ class SampleSource(ABC):
         the samples along its batch axis. If the input has no batch axis, return its full value for
         the step that contains sample `start`.
 
-        Callers request samples of one step, and only samples that `count` includes.
+        Callers request samples of one step, and only samples that `sample_count` includes.
         """

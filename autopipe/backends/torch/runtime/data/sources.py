@@ -156,10 +156,10 @@ def rows_with_filler(
     count. This applies to micro-batches that also contain samples from the data; `micro_batch` is
     the index in the batch of the micro-batch's first sample. A micro-batch of only filler samples
     keeps the copied labels, because a mean over no label is undefined; its loss has weight 0 (see
-    `RankContext.weight`).
+    `RankContext.filler_factor`).
     """
-    sample = source.sample(step)
-    count = source.count(step)
+    sample = source.first_sample(step)
+    count = source.sample_count(step)
     if entry.batch_axis is None:
         return source.rows(entry, sample, sample)
     present = max(start, min(stop, count))
@@ -262,23 +262,23 @@ class StoredSource(SampleSource):
             (seed if settings.shuffle else None, settings.epochs) if train else (None, 1)
         )
         self._order = SampleOrder(self.samples, batch, keeps_last, shuffle, epochs, begin)
-        self.left_over = self._order.left_over
+        self.skipped_samples = self._order.skipped_samples
 
     @property
-    def end(self) -> int | None:
+    def steps_until_end(self) -> int | None:
         """Number of steps, counted from the start of the first run, after which the data end; None
         if they never end.
         """
-        return None if self._order is None else self._order.end
+        return None if self._order is None else self._order.steps_until_end
 
-    def sample(self, step: int) -> int:
-        return super().sample(step) if self._order is None else self._order.sample(step)
+    def first_sample(self, step: int) -> int:
+        return super().first_sample(step) if self._order is None else self._order.first_sample(step)
 
-    def count(self, step: int) -> int:
-        return super().count(step) if self._order is None else self._order.count(step)
+    def sample_count(self, step: int) -> int:
+        return super().sample_count(step) if self._order is None else self._order.sample_count(step)
 
     def epoch(self, step: int) -> int:
-        return 1 if self.samples is None else self.sample(step) // self.samples + 1
+        return 1 if self.samples is None else self.first_sample(step) // self.samples + 1
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         array = self._array(entry.value.name)
@@ -360,9 +360,11 @@ class StoredSource(SampleSource):
         rest = order.samples % batch
         if self._manifest.train:
             ending = (
-                f", the last {order.left_over:,} of each epoch left out" if order.left_over else ""
+                f", the last {order.skipped_samples:,} of each epoch left out"
+                if order.skipped_samples
+                else ""
             )
-            if rest and not order.left_over:
+            if rest and not order.skipped_samples:
                 ending = f", the last of {rest:,}, filled up with samples that count nothing"
             if steps > batches:
                 ending += (
@@ -455,7 +457,7 @@ class FunctionSource(SampleSource):
         self._step = begin.steps - 1 if self._by_step else -1
         self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
 
-    def count(self, step: int) -> int:
+    def sample_count(self, step: int) -> int:
         """Return the number of samples that the function provides for a step; 0 if the batches have
         ended.
 
@@ -545,7 +547,7 @@ class FunctionSource(SampleSource):
                     short = batch, count
             if short is not None and self._keeps_last:
                 yield epoch, *short
-            self.left_over = 0 if short is None or self._keeps_last else short[1]
+            self.skipped_samples = 0 if short is None or self._keeps_last else short[1]
             if self._by_step or not self._manifest.train:
                 return
             if number < 0 or (number == 0 and short and not self._keeps_last):

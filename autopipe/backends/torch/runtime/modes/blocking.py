@@ -232,7 +232,7 @@ class GlobalOrder:
             ports: Sequence[Send | Recv] = stage.sends if leaves else stage.receives
             port = next(each for each in ports if each.channel == end.channel)
             act = stage.start_send if event.ranks[0] == rank.number else stage.post_recv
-            with rank.heartbeat.waiting(port.rank, port.channel):
+            with rank.heartbeat.record_wait(port.rank, port.channel):
                 act(port, MicroBatchSlice(*port.slice).micro_batch(event.number)).wait()
         return True
 

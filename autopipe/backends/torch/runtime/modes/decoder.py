@@ -104,7 +104,7 @@ class Decoder:
     in_place: bool = False
 
     @staticmethod
-    def of(manifest: Manifest) -> Decoder:
+    def from_manifest(manifest: Manifest) -> Decoder:
         """Return the inputs and outputs of the decoder program with this manifest. Raise
         ConfigurationError if it is not an inference program, or if the model has no key-value cache
         or its inputs and outputs do not have the required names and shapes.

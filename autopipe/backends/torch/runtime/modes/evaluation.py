@@ -42,7 +42,7 @@ def evaluation_settings(manifest: Manifest, options: RankOptions) -> Evaluation:
     return replace(found, data=data, interval=interval)
 
 
-class AllSamplesOnce(SampleSource):
+class ValidationSource(SampleSource):
     """A source that returns each sample of `source`, which must end, once and in order.
 
     The last batch is filled with copies of the last sample. A micro-batch of copies of this sample
@@ -58,13 +58,13 @@ class AllSamplesOnce(SampleSource):
         """Number of samples that count. None until the end of the source is reached."""
         self._ignores = any(entry.ignored is not None for entry in manifest.inputs)
 
-    def count(self, step: int) -> int:
+    def sample_count(self, step: int) -> int:
         """Return the batch size if the validation has a batch `step`, otherwise 0. Must be called
         with `step` 0, 1, 2, ... in this order.
         """
         batch = self._manifest.batch_size
         size = self._manifest.micro_batch_size
-        if self.samples is None and (count := self.source.count(step)) < batch:
+        if self.samples is None and (count := self.source.sample_count(step)) < batch:
             self.samples = step * batch + (count if self._manifest.loss_division.divisible else 0)
         if self.samples is None:
             return batch
@@ -186,16 +186,16 @@ class Evaluator:
             rank.counted = torch.zeros((), dtype=torch.float64, device=rank.device)
         data = self._settings.data
         settings = DataSettings(sequence_length=rank.manifest.data.sequence_length)
-        source = AllSamplesOnce(
+        source = ValidationSource(
             self._manifest, open_source(self._manifest, data, rank.seed, settings=settings)
         )
         reader = BatchReader(self._manifest, source, rank.device)
         total = 0.0
         number = 0
-        while source.count(number):
+        while source.sample_count(number):
             rank.evaluated = EvaluationStep(reader, number)
             step()
-            with rank.heartbeat.waiting():
+            with rank.heartbeat.record_wait():
                 rank.transport.finish()
             total += self._local_loss_of_batch(source, number)
             rank.clear_step()
@@ -230,7 +230,7 @@ class Evaluator:
             self._failed = 0
         return EvaluationReport(done, loss, source.samples, time.perf_counter() - began, *self.best)
 
-    def _local_loss_of_batch(self, source: AllSamplesOnce, number: int) -> float:
+    def _local_loss_of_batch(self, source: ValidationSource, number: int) -> float:
         """Return this rank's contribution to the sum of the losses of all samples of batch
         `number`, after the forward passes of this batch.
         """

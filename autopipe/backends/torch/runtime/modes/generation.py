@@ -123,7 +123,7 @@ class TokenExchange:
         """
         work, tokens = self._arriving[group.number].popleft()
         if work is not None:
-            with self._rank.heartbeat.waiting(group.sampler):
+            with self._rank.heartbeat.record_wait(group.sampler):
                 work.wait()
         found: list[int] = tokens.tolist()
         return found
@@ -135,7 +135,7 @@ class TokenExchange:
 
     def _finish(self, sent: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
         """Wait until the tensors in `sent` have been sent."""
-        with self._rank.heartbeat.waiting():
+        with self._rank.heartbeat.record_wait():
             for work, _ in sent:
                 if work is not None:
                     work.wait()
@@ -172,7 +172,9 @@ class Generation(BatchReader):
         loaded = [(rank, step)]
         if (second := rank.manifest.folder / PREFILL_FOLDER).is_dir():
             loaded.append(load_second_program(rank, second))
-        self._programs = [_DecoderProgram(*each, Decoder.of(each[0].manifest)) for each in loaded]
+        self._programs = [
+            _DecoderProgram(*each, Decoder.from_manifest(each[0].manifest)) for each in loaded
+        ]
         for each, _ in loaded:
             each.reader = self
             each.collect = self.collect
@@ -226,7 +228,7 @@ class Generation(BatchReader):
                 if entry is None:
                     continue
                 box = self._updated_cache_slice(entry, stage.number)
-                if box is None or _without_axis(entry.axis, box.slices) != _without_axis(
+                if box is None or _remove_axis(entry.axis, box.slices) != _remove_axis(
                     entry.axis, tuple(slice(*each) for each in data.offsets)
                 ):
                     raise ConfigurationError(
@@ -265,7 +267,7 @@ class Generation(BatchReader):
         self._prepare_slots(rank.steps_done, range(len(self._slots)))
         seconds = time.perf_counter() - began
         self._exchange.finish()
-        with rank.heartbeat.waiting():
+        with rank.heartbeat.record_wait():
             rank.transport.finish()
         if rank.number == 0:
             found = [self._generated[sequence] for sequence in range(len(self._request.prompts))]
@@ -429,7 +431,7 @@ class Generation(BatchReader):
         for rank, box in boxes.items():
             if rank != own:
                 part = torch.empty((box.shape[0], box.shape[2]))
-                with self._rank.heartbeat.waiting(rank):
+                with self._rank.heartbeat.record_wait(rank):
                     dist.recv(part, rank, tag=_LOGITS_TAG + group.number)
             logits[box.slices[0], box.slices[2]] += (
                 part if group.place.combine == "concat" else part / group.place.copies
@@ -470,7 +472,7 @@ class Generation(BatchReader):
         return torch.where(inside[:, None], rows, 0.0)
 
 
-def _without_axis(axis: int, slices: Sequence[slice]) -> list[slice]:
+def _remove_axis(axis: int, slices: Sequence[slice]) -> list[slice]:
     """Return `slices` without the slice of dimension `axis`."""
     return [each for index, each in enumerate(slices) if index != axis]
 

@@ -48,18 +48,20 @@ class _MixtureSettings:
     contains the slices of all experts.
     """
 
-    def count(self, layers: Sequence[Tensor | None]) -> int:
+    def expert_count(self, layers: Sequence[Tensor | None]) -> int:
         """Return the number of experts of this rank."""
         return len(layers) // sum(self.sizes) if self.listed else len(cast(Tensor, layers[0]))
 
-    def own(self, layers: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+    def tensors_of_expert(
+        self, layers: Sequence[Tensor | None], expert: int
+    ) -> list[Tensor | None]:
         """Return the tensors of one expert, as views. `expert` is its index on this rank."""
         if self.listed:
             size = sum(self.sizes)
             return list(layers[expert * size : expert * size + size])
         return [None if each is None else each[expert] for each in layers]
 
-    def parts(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
+    def entries_by_expert(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (expert, entries) for each expert of this rank that is selected for any token.
         `expert` is its index on this rank, of `experts` experts. `entries` are the indices in the
         flattened `chosen` [tokens, k] at which it is selected.
@@ -104,10 +106,10 @@ class _Experts(torch.autograd.Function):
         chosen, shares = mixture.route(*routing)
         tokens = x.reshape(-1, x.shape[-1])
         total = torch.zeros_like(tokens)
-        for expert, places in mixture.parts(chosen, mixture.count(layers)):
+        for expert, places in mixture.entries_by_expert(chosen, mixture.expert_count(layers)):
             rows = places // chosen.shape[-1]
             result = mixture.results_of_expert(
-                tokens[rows], shares.flatten()[places], mixture.own(layers, expert)
+                tokens[rows], shares.flatten()[places], mixture.tensors_of_expert(layers, expert)
             )
             total.index_add_(0, rows, result.to(total.dtype))
         return total.reshape(x.shape)
@@ -130,11 +132,11 @@ class _Experts(torch.autograd.Function):
             torch.zeros_like(each) if wanted else None
             for each, wanted in zip(layers, flows, strict=True)
         ]
-        for expert, places in mixture.parts(chosen, mixture.count(layers)):
+        for expert, places in mixture.entries_by_expert(chosen, mixture.expert_count(layers)):
             rows = places // chosen.shape[-1]
             own = [tokens[rows].requires_grad_(), flat[places].requires_grad_()]
-            told_to = mixture.own(found, expert)
-            pairs = zip(mixture.own(layers, expert), told_to, strict=True)
+            told_to = mixture.tensors_of_expert(found, expert)
+            pairs = zip(mixture.tensors_of_expert(layers, expert), told_to, strict=True)
             weights = [each if place is None else _detached_leaf(each) for each, place in pairs]
             with (
                 torch.enable_grad(),

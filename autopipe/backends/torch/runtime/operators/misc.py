@@ -20,7 +20,7 @@ from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import nonnegative_indices
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.random_numbers.philox import as_unsigned
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Stream
+from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStream
 from autopipe.backends.torch.torch_interfaces import assert_async
 from autopipe.ir.words import plural
 
@@ -503,7 +503,7 @@ _MAX_INT32 = (1 << 31) - 1
 
 
 def dropout(
-    data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True
+    data: Tensor, ratio: float | Tensor, stream: RandomStream, training: Tensor | bool = True
 ) -> Tensor:
     """Return data with each element set to 0 with probability `ratio`, and the other elements
     multiplied by 1 / (1 - ratio). If `training` is false, return the data unchanged.
@@ -514,7 +514,7 @@ def dropout(
 def dropout_and_mask(
     data: Tensor,
     ratio: float | Tensor,
-    stream: Stream,
+    stream: RandomStream,
     training: Tensor | bool = True,
     mask: torch.dtype = torch.bool,
 ) -> tuple[Tensor, Tensor]:
@@ -542,7 +542,7 @@ def dropout_and_mask(
     return torch.where(kept, data * scale, 0.0), kept.to(mask)
 
 
-def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor:
+def bernoulli(probability: Tensor, stream: RandomStream, dtype: torch.dtype) -> Tensor:
     """Return, for each element of `probability`, 1 with this probability, otherwise 0."""
     return (
         _unsigned_words(stream, probability.shape) < probability.double() * _VALUES_PER_WORD
@@ -550,7 +550,7 @@ def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor
 
 
 def uniform(
-    shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype
+    shape: tuple[int, ...], low: float, high: float, stream: RandomStream, dtype: torch.dtype
 ) -> Tensor:
     """Return random numbers from `low` to `high`, bitwise equal on every device.
 
@@ -566,7 +566,7 @@ def uniform(
 
 
 def normal(
-    shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype
+    shape: tuple[int, ...], mean: float, scale: float, stream: RandomStream, dtype: torch.dtype
 ) -> Tensor:
     """Return normal random numbers with this mean and with standard deviation `scale`. They are
     bitwise equal on every device, because products of two float32 are exact in float64.
@@ -585,7 +585,7 @@ def _round_to_float32(number: float) -> float:
     return math.ldexp(round(mantissa * 2**24), exponent - 24)
 
 
-def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
+def multinomial(logarithms: Tensor, count: int, stream: RandomStream, dtype: torch.dtype) -> Tensor:
     """Return `count` random classes for each row. `logarithms` [rows, classes] contains
     log-probabilities, up to a constant per row.
     """
@@ -600,6 +600,6 @@ def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dty
     )
 
 
-def _unsigned_words(stream: Stream, shape: tuple[int, ...]) -> Tensor:
+def _unsigned_words(stream: RandomStream, shape: tuple[int, ...]) -> Tensor:
     """Return random words of a stream as integers in [0, 2³²), int64."""
     return stream.draw(shape, as_unsigned, torch.int64)

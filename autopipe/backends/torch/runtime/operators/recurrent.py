@@ -114,17 +114,17 @@ class RecurrentLayer:
         first, second = self.bias[direction].chunk(2)
         return first, second
 
-    def clipped(self, gate: Tensor) -> Tensor:
+    def clip_gate(self, gate: Tensor) -> Tensor:
         """Return `gate`, the value of a gate before its activation, clamped to [-clip, clip]."""
         return gate if self.clip is None else torch.clamp(gate, -self.clip, self.clip)
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def gather_units(self, own: Tensor) -> Tensor:
         """Return the values of all units, [b, h]; `own` are the values of this rank's units."""
         return (
             own if self.group is None else self.group.all_gather(own.to(self.recurrence.dtype), 1)
         )
 
-    def loop(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
+    def run_stepwise(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
         """Run the layer step by step. `make` returns the cell of a direction. Return the outputs of
         all steps, then the final states.
 
@@ -149,7 +149,7 @@ class RecurrentLayer:
                 after = cell(
                     from_x[step],
                     states,
-                    self.gathered(states[0]) if step else self.start[direction],
+                    self.gather_units(states[0]) if step else self.start[direction],
                 )
                 output = after[0]
                 if self.lengths is not None:
@@ -167,7 +167,7 @@ class RecurrentLayer:
             torch.stack(outputs, 1), [torch.stack(each) for each in zip(*finals, strict=True)]
         )
 
-    def fused(
+    def run_fused(
         self, kernel: Callable[..., tuple[Tensor, ...]], order: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
         """Run the layer by a kernel of torch. Return the outputs of all steps, then the final
@@ -194,7 +194,7 @@ class RecurrentLayer:
         # Arguments of the kernel: has biases, number of layers, dropout, is training, is
         # bidirectional, has the batch first.
         settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
-        with _without_unsupported_bfloat16(x):
+        with _disable_unsupported_autocast(x):
             y, *finals = kernel(x, start, weights, *settings)
         y = y.unflatten(2, (directions, self.width)).transpose(1, 2)
         return self._arrange_results(y.flip(0) if backward else y, finals)
@@ -208,7 +208,7 @@ class RecurrentLayer:
         return y, *states
 
 
-def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
+def _disable_unsupported_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context manager that disables autocast if autocast is on and x is on a CPU without
     bfloat16 instructions, otherwise one without effect. Autocast would convert the operands of a
     recurrent layer to bfloat16, for which oneDNN has no kernel on such a CPU.
@@ -266,15 +266,17 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
     layer = RecurrentLayer(x, weight, recurrence, **settings)
     kinds = set(layer.activations or ("tanh",))
     if layer.fits_kernels and kinds in ({"tanh"}, {"relu"}):
-        return layer.fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
+        return layer.run_fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
         """Return the cell of a direction."""
         weight = layer.recurrence[direction].t()
         bias = layer.biases(direction)[1]
-        return lambda x, states, outputs: [functions[0](layer.clipped(x + outputs @ weight + bias))]
+        return lambda x, states, outputs: [
+            functions[0](layer.clip_gate(x + outputs @ weight + bias))
+        ]
 
-    return layer.loop(make, ("tanh",))
+    return layer.run_stepwise(make, ("tanh",))
 
 
 def gru(
@@ -288,7 +290,7 @@ def gru(
     """
     layer = RecurrentLayer(x, weight, recurrence, **settings)
     if layer.fits_kernels and reset_after and not layer.activations:
-        return layer.fused(torch.gru, (1, 0, 2))
+        return layer.run_fused(torch.gru, (1, 0, 2))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
         """Return the cell of a direction."""
@@ -300,17 +302,17 @@ def gru(
             (before,) = states
             gates = layer.recurrence[direction]
             from_h = outputs @ gates[:both].t() + bias[:both]
-            update, reset = gate(layer.clipped(x[:, :both] + from_h)).chunk(2, 1)
+            update, reset = gate(layer.clip_gate(x[:, :both] + from_h)).chunk(2, 1)
             if reset_after:
                 inner = reset * (outputs @ gates[both:].t() + bias[both:])
             else:
-                inner = layer.gathered(reset * before) @ gates[both:].t() + bias[both:]
-            new = output(layer.clipped(x[:, both:] + inner))
+                inner = layer.gather_units(reset * before) @ gates[both:].t() + bias[both:]
+            new = output(layer.clip_gate(x[:, both:] + inner))
             return [(1 - update) * new + update * before]
 
         return step
 
-    return layer.loop(make, ("sigmoid", "tanh"))
+    return layer.run_stepwise(make, ("sigmoid", "tanh"))
 
 
 def lstm(
@@ -336,7 +338,7 @@ def lstm(
     else:
         layer.states.append(cell.transpose(0, 1) if layer.batch_first else cell)
     if layer.fits_kernels and peepholes is None and not layer.activations and not coupled:
-        return layer.fused(torch.lstm, (0, 2, 3, 1))
+        return layer.run_fused(torch.lstm, (0, 2, 3, 1))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
         """Return the cell of a direction."""
@@ -351,12 +353,12 @@ def lstm(
             before = states[1]
             gates = x + outputs @ layer.recurrence[direction].t() + bias
             enter, leave, keep, new = gates.chunk(4, 1)
-            enter = gate(layer.clipped(enter + sights[0] * before))
-            keep = 1 - enter if coupled else gate(layer.clipped(keep + sights[2] * before))
-            after = keep * before + enter * inner(layer.clipped(new))
-            leave = gate(layer.clipped(leave + sights[1] * after))
+            enter = gate(layer.clip_gate(enter + sights[0] * before))
+            keep = 1 - enter if coupled else gate(layer.clip_gate(keep + sights[2] * before))
+            after = keep * before + enter * inner(layer.clip_gate(new))
+            leave = gate(layer.clip_gate(leave + sights[1] * after))
             return [leave * outer(after), after]
 
         return step
 
-    return layer.loop(make, ("sigmoid", "tanh", "tanh"))
+    return layer.run_stepwise(make, ("sigmoid", "tanh", "tanh"))

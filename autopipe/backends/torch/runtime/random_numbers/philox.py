@@ -113,7 +113,7 @@ class CounterRows:
     """
 
     @staticmethod
-    def of(first: Tensor) -> CounterRows:
+    def from_first(first: Tensor) -> CounterRows:
         """Return counters for rows, of which row i has the counters first[i], first[i] + 1, and so
         on. `first` is int64 [rows].
         """
@@ -162,7 +162,7 @@ def draw_sequence(key: tuple[int, int], start: int, count: int) -> Tensor:
     """
     first, lead = divmod(start, WORDS_PER_BLOCK)
     blocks = -(-(lead + count) // WORDS_PER_BLOCK)
-    words = draw_words(CounterRows.of(torch.tensor([first])), 0, blocks, key)
+    words = draw_words(CounterRows.from_first(torch.tensor([first])), 0, blocks, key)
     return words[0, lead : lead + count]
 
 

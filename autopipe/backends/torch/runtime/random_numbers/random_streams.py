@@ -76,7 +76,7 @@ class StaticState:
         self._numbers.copy_(state.tensor_on(self._numbers.device))
 
 
-class Random:
+class RandomStreams:
     """Provides the random numbers of a stage's operators, on the rank at `position` of the stage's
     group. Generated code calls it as `p.random(...)`.
 
@@ -104,7 +104,7 @@ class Random:
         node: int,
         cuts: tuple[Axes, ...] = (),
         samples: int | tuple[int, int, int] | None = None,
-    ) -> Stream:
+    ) -> RandomStream:
         """Return the random numbers of a node of the graph for this rank.
 
         `cuts` has, for each dimension, the mesh axes that shard it; () if no dimension is sharded.
@@ -119,16 +119,16 @@ class Random:
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
         places = tuple(coordinate_along(axes, self.position) for axes in along)
         counted = (samples, 1, 1) if isinstance(samples, int) else samples
-        return Stream(key, state[3 if counted is None else 2], places, degrees, counted)
+        return RandomStream(key, state[3 if counted is None else 2], places, degrees, counted)
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class RandomStream:
     """The random numbers of one node in one forward, on one rank.
 
     In each dimension the rank has the shard with index `places[i]` of `degrees[i]` shards; both are
     () if the tensor is not sharded. `sample` is the number of the first sample in the step.
-    `counted` is (sample dimension, size outside, size inside) as in `Random.__call__`; None without
+    `counted` is (sample dimension, size outside, size inside) as in `RandomStreams.__call__`; None without
     a sample dimension.
     """
 

@@ -167,7 +167,7 @@ def _words_of_runs(starts: Positions, length: int, key: Key, device: torch.devic
         first_blocks = torch.full((1,), int(first[0]), dtype=torch.int64, device=device)
     else:
         first_blocks = torch.from_numpy(first).to(device)
-    words = draw_words(CounterRows.of(first_blocks), 0, blocks, key)
+    words = draw_words(CounterRows.from_first(first_blocks), 0, blocks, key)
     if np.all(lead == lead[0]):
         skipped = int(lead[0])
         return words[:, skipped : skipped + length]

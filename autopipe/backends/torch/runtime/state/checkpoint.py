@@ -49,11 +49,11 @@ class HostCopies:
         self._buffers: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def start_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start to copy `tensors`, and free the buffers of other keys.
 
         On a GPU the copies run on a separate stream, after all work that is in the current stream
-        now. Before further work that changes the tensors, call `before_write`.
+        now. Before further work that changes the tensors, call `delay_until_copied`.
         """
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
@@ -78,7 +78,7 @@ class HostCopies:
                 self._copied = torch.cuda.Event()
                 self._copied.record()
 
-    def before_write(self) -> None:
+    def delay_until_copied(self) -> None:
         """Make work that is put into the current GPU stream from now on wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
@@ -177,7 +177,7 @@ class Snapshot:
         key.
         """
 
-        def stored(
+        def tensor_entry(
             key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: TensorSlice
         ) -> files.StoredTensor:
             """Return the entry of a tensor that consists of one slice, `box`, of a full tensor of
@@ -192,7 +192,7 @@ class Snapshot:
             parameter = manifest.parameters[index]
             tensors = dict[str, files.StoredTensor]()
             for block in blocks:
-                part = stored(block.key, block.tensor, parameter.value.shape, block.piece.box)
+                part = tensor_entry(block.key, block.tensor, parameter.value.shape, block.piece.box)
                 known = tensors.get(block.state)
                 tensors[block.state] = (
                     part if known is None else replace(part, blocks=known.blocks + part.blocks)
@@ -211,7 +211,7 @@ class Snapshot:
             files.StoredGenerator(
                 rank,
                 device,
-                stored(
+                tensor_entry(
                     f"random.{device}", state, tuple(state.shape), full_slice(tuple(state.shape))
                 ),
             )
@@ -304,7 +304,7 @@ class Checkpointer:
             scale,
             eval_loss,
         )
-        self._copies.take(snapshot.tensors)
+        self._copies.start_copies(snapshot.tensors)
         self._saving = future = Future[None]()
 
         def run() -> None:
@@ -320,11 +320,11 @@ class Checkpointer:
         # wait for ranks that have ended.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def before_update(self) -> None:
+    def delay_update_until_copied(self) -> None:
         """Make the GPU wait until the running save has copied the state. Must be called before
         parameters or optimizer state change.
         """
-        self._copies.before_write()
+        self._copies.delay_until_copied()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Wait for the running save, for at most `timeout_s` seconds. Return True if it has ended
@@ -344,7 +344,7 @@ class Checkpointer:
         """
         while not self.has_ended(_POLL_INTERVAL_S):
             if self._control_group.waits:
-                with self._control_group.heartbeat.waiting():
+                with self._control_group.heartbeat.record_wait():
                     while self._control_group.waits and not self.has_ended(_POLL_INTERVAL_S):
                         pass
 

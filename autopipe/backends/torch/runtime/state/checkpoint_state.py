@@ -64,7 +64,7 @@ def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, .
     numbers = [0] * len(manifest.parameters)
     found: list[list[CheckpointBlock]] = [[] for _ in range(manifest.world_size)]
 
-    def numbered(parameter: int, box: TensorSlice) -> CheckpointBlock:
+    def next_block(parameter: int, box: TensorSlice) -> CheckpointBlock:
         """Return a block of a parameter with the next unused number."""
         numbers[parameter] += 1
         return CheckpointBlock(parameter, numbers[parameter] - 1, box)
@@ -76,7 +76,8 @@ def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, .
                 run for bucket in buckets_of_rank(manifest, rank) for run in bucket.runs(rank)
             ):
                 pieces.extend(
-                    numbered(run.parameter, box) for box in slices_of_range(run, own[run.parameter])
+                    next_block(run.parameter, box)
+                    for box in slices_of_range(run, own[run.parameter])
                 )
     holders: dict[tuple[int, TensorSlice], list[int]] = {}
     for rank, shards in enumerate(manifest.shards):
@@ -100,7 +101,9 @@ def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, .
     shared_pieces = []
     for parameter, box, ranks, size in blocks:
         parts = list(_split_slice(box, min(len(ranks), size // piece_bytes)))
-        shared_pieces += [(numbered(parameter, part), ranks, size // len(parts)) for part in parts]
+        shared_pieces += [
+            (next_block(parameter, part), ranks, size // len(parts)) for part in parts
+        ]
     load = [0] * manifest.world_size
     for piece, ranks, size in sorted(shared_pieces, key=lambda each: -each[2]):
         rank = min(ranks, key=load.__getitem__)

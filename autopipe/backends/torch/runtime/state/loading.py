@@ -13,7 +13,7 @@ from types import ModuleType
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
 from autopipe.backends.torch.runtime.state.parameters import (
     load_constants,
     load_parameters,
@@ -65,7 +65,7 @@ def set_stage_arguments(rank: RankContext) -> None:
         for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
             setattr(stage.p, name, named[name])
         stage.p.group = Group(rank.manifest.stages[number].ranks, rank.transport)
-        stage.p.random = Random(
+        stage.p.random = RandomStreams(
             rank.device, stage.p.group.position, getattr(stage.module, "DRAWS", False)
         )
         stage.p.running = RunningStatistics()

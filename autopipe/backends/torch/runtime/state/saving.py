@@ -11,7 +11,7 @@ from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.step.stage import RankContext
 from autopipe.backends.torch.runtime.step.update import ParameterUpdate
-from autopipe.backends.torch.runtime.watch.failures import stop_on_signal
+from autopipe.backends.torch.runtime.watch.failures import install_stop_handler
 from autopipe.backends.torch.runtime.watch.step_agreement import (
     SAVE_REQUEST,
     STOP_REQUEST,
@@ -58,7 +58,7 @@ class CheckpointPolicy:
         self._agreement = StepAgreement(
             transport.store, transport.make_control_group(), 60 * options.checkpoint_minutes
         )
-        stop_on_signal(partial(self._agreement.request, STOP_REQUEST))
+        install_stop_handler(partial(self._agreement.request, STOP_REQUEST))
 
     def restore(self) -> Checkpoint | None:
         """Restore parameters, optimizer state and loss scale from the newest checkpoint and return
@@ -88,11 +88,11 @@ class CheckpointPolicy:
         requests = self._agreement.requests_after(self._rank.steps_done)
         return SAVE_REQUEST in requests, STOP_REQUEST in requests
 
-    def before_update(self) -> None:
+    def delay_update_until_copied(self) -> None:
         """Make the GPU wait until the running save has copied the state. Must be called before
         parameters change.
         """
-        self._checkpointer.before_update()
+        self._checkpointer.delay_update_until_copied()
 
     def save_best(self, eval_loss: float) -> None:
         """Start to save the state as the one with the lowest validation loss so far,
@@ -140,5 +140,5 @@ class CheckpointPolicy:
         heartbeat = self._rank.heartbeat
         heartbeat.task = "checkpoint"
         self._checkpointer.close()
-        with heartbeat.waiting():
+        with heartbeat.record_wait():
             self._agreement.close()

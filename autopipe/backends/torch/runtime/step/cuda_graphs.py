@@ -87,7 +87,7 @@ class StaticGradients:
         are unique.
         """
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the static gradient of `parameter`. It is allocated, as zeros, at the first
         call.
         """
@@ -109,7 +109,7 @@ class StaticGradients:
         moved: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for parameter in parameters:
-            buffer = self.of(parameter)
+            buffer = self.gradient_of(parameter)
             if parameter.grad is buffer:
                 continue
             if parameter.grad is None:
@@ -148,7 +148,7 @@ class CaptureResources:
             raise NotCapturedError(f"its graphs need about {_gib_text(needed)}, more than {share}")
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capture_context(self) -> Iterator[None]:
         """Make the capturing stream the current stream in the block, in which `capture` may be
         called. Errors in the block are raised as NotCapturedError. Waits for the device before and
         after the block.
@@ -171,7 +171,7 @@ class CaptureResources:
 
     def capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         """Call `run` and return the graph of the kernels that it launches. The graph's tensors are
-        allocated in the memory pool `pool`. Must be called in a `capturing` block.
+        allocated in the memory pool `pool`. Must be called in a `capture_context` block.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -239,7 +239,7 @@ class StageGraphs:
         self._trained: list[torch.Tensor] = []
         self._placed = False
         self.free: list[GraphSlot] = []
-        with resources.capturing():
+        with resources.capture_context():
             self._capture(slots)
 
     def _capture(self, slots: int) -> None:
@@ -266,7 +266,7 @@ class StageGraphs:
                 (slots + 1) * slot_bytes + gradients.missing_bytes(self._trained)
             )
             for name in found:
-                aliases[name].grad = gradients.of(self._stage.parameters[name])
+                aliases[name].grad = gradients.gradient_of(self._stage.parameters[name])
             # The second warm-up adds to existing gradients, for which it uses other kernels than
             # the first. They must be loaded before the capture.
             self._warm_up()
@@ -366,7 +366,7 @@ class _CapturedPass:
         results = self.stage.results(self.arguments)
         self.statistics = p.running.take()
         self.waiting = p.weight_grads.take()
-        self.edges = tuple(map(OutputEdge.of, results))
+        self.edges = tuple(map(OutputEdge.from_result, results))
         self.results = tuple(each.detach() for each in results)
 
     def make_seeds(self) -> None:
@@ -396,7 +396,7 @@ class GraphSlot:
         self, stage: CapturedStage, resources: CaptureResources, graphs: StageGraphs
     ) -> None:
         """Capture the forward and, in training, the backward and the deferred gradients of
-        parameters. Must be called in a `capturing` block.
+        parameters. Must be called in a `capture_context` block.
         """
         self._graphs = graphs
         self._state = (

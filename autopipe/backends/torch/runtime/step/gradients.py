@@ -231,7 +231,7 @@ class GradientReduction:
         return {index: each for index, each in trained.items() if id(each) not in in_rows}
 
     @property
-    def updated(self) -> list[torch.Tensor]:
+    def updated_tensors(self) -> list[torch.Tensor]:
         """All tensors that the optimizer updates: `updated_parameters`, then the tensors of
         `shards`.
         """

@@ -112,7 +112,7 @@ class EagerOptimizer(torch.optim.Optimizer):
 
 
 @cache
-def without_compile_hooks(
+def remove_compile_hooks(
     kind: type[torch.optim.Optimizer],
 ) -> Callable[..., torch.optim.Optimizer]:
     """Return a subclass of `kind`, a class of torch optimizers, with equal name. It is an
@@ -142,15 +142,15 @@ def make_optimizer(
     nesterov = settings.get("nesterov", False)
     match settings["name"]:
         case "sgd":
-            return without_compile_hooks(torch.optim.SGD)(
+            return remove_compile_hooks(torch.optim.SGD)(
                 forms, momentum=momentum, nesterov=nesterov, fused=fused
             )
         case "adam":
-            return without_compile_hooks(torch.optim.Adam)(
+            return remove_compile_hooks(torch.optim.Adam)(
                 forms, betas=betas, eps=settings["eps"], fused=fused
             )
         case "adamw":
-            return without_compile_hooks(torch.optim.AdamW)(
+            return remove_compile_hooks(torch.optim.AdamW)(
                 forms, betas=betas, eps=settings["eps"], fused=fused
             )
         case "lion":
@@ -164,11 +164,11 @@ def make_optimizer(
                 # updates, so that one learning rate suits both optimizers.
                 how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
                 parts.append(
-                    without_compile_hooks(torch.optim.Muon)(matrices, momentum=momentum, **how)
+                    remove_compile_hooks(torch.optim.Muon)(matrices, momentum=momentum, **how)
                 )
             if others:
                 parts.append(
-                    without_compile_hooks(torch.optim.AdamW)(
+                    remove_compile_hooks(torch.optim.AdamW)(
                         others, betas=betas, eps=settings["eps"], fused=fused
                     )
                 )

@@ -25,7 +25,7 @@ class OutputEdge:
     device: torch.device
 
     @staticmethod
-    def of(result: torch.Tensor) -> OutputEdge:
+    def from_result(result: torch.Tensor) -> OutputEdge:
         """Return the reference to `result`."""
         edge = get_gradient_edge(result) if result.requires_grad else None
         return OutputEdge(edge, (result.dtype, result.shape), result.device)

@@ -192,9 +192,9 @@ class RankContext:
         run resumes another run, samples are counted from the start of the first run, whose batch
         size may have been different.
         """
-        return self.reader.source.sample(self.steps_done)
+        return self.reader.source.first_sample(self.steps_done)
 
-    def weight(self, stage: int, micro_batch: int) -> float:
+    def filler_factor(self, stage: int, micro_batch: int) -> float:
         """Return the factor by which the weight of a micro-batch's loss changes because the step
         contains filler samples. `micro_batch` is the number of the micro-batch in the step.
 
@@ -204,7 +204,7 @@ class RankContext:
         = 0.
         """
         batch = self.manifest.batch_size
-        # A validation applies weights of its own (`AllSamplesOnce`).
+        # A validation applies weights of its own (`ValidationSource`).
         if self.step_samples == batch or self.evaluated is not None:
             return 1.0
         size = self.manifest.micro_batch_size_at(stage)
@@ -363,7 +363,7 @@ class Stage:
         """
         self.losses: dict[int, torch.Tensor] = {}
         """Loss of each micro-batch of the step, by its number in the step. Filler samples are
-        accounted for (`RankContext.weight`).
+        accounted for (`RankContext.filler_factor`).
         """
 
     def _ports_due(
@@ -522,11 +522,11 @@ class Stage:
             self._send_or_deliver(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
             loss = results[self._loss.result].detach()
-            weight = rank.weight(self.number, number)
+            weight = rank.filler_factor(self.number, number)
             self.losses[number] = loss if weight == 1 else loss * weight
         if self._labels is not None and rank.counted is not None:
             labels = results[self._labels.result].detach().double() * self._labels.weight
-            rank.counted += labels * rank.weight(self.number, number)
+            rank.counted += labels * rank.filler_factor(self.number, number)
         if not rank.train:
             number_in_run = rank.steps_done * manifest.micro_batch_count(self.number) + micro_batch
             rank.collect(self.number, number_in_run, results)
@@ -631,8 +631,8 @@ class Stage:
             heartbeat = self._rank.heartbeat
             clock = self._rank.clock
             with (
-                heartbeat.waiting(port.rank, channel),
-                clock.waiting(heartbeat.task, port.rank, channel),
+                heartbeat.record_wait(port.rank, channel),
+                clock.record_wait(heartbeat.task, port.rank, channel),
             ):
                 tensor = pending[channel].wait()
             yield port, tensor
@@ -736,7 +736,9 @@ class Stage:
     def _eager_pass(self, arguments: Tensors, results: tuple[torch.Tensor, ...]) -> EagerPass:
         """Return what the forward that has just run saves for its backward."""
         inputs = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
-        return EagerPass(inputs, tuple(map(OutputEdge.of, results)), self.p.weight_grads.take())
+        return EagerPass(
+            inputs, tuple(map(OutputEdge.from_result, results)), self.p.weight_grads.take()
+        )
 
     def _run_backward(self, saved: EagerPass, seeds: dict[int, torch.Tensor]) -> Tensors:
         """Run autograd's backward from `seeds`, the gradients of results by index. Return the
@@ -785,7 +787,7 @@ class Stage:
         if self._loss is not None:
             loss = results[self._loss.result]
             batches = self._rank.manifest.training.gradient_accumulation_steps
-            weight = self._rank.weight(self.number, self._number_in_step(micro_batch))
+            weight = self._rank.filler_factor(self.number, self._number_in_step(micro_batch))
             weight = self.loss_share * weight / batches
             seed = torch.full(loss.form[1], weight, dtype=loss.form[0], device=loss.device)
             if self._rank.loss_scaler is not None:

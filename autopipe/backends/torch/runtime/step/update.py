@@ -60,7 +60,7 @@ class ParameterUpdate:
         if rank.train and (max_norm := manifest.training.max_norm) is not None:
             counted = self.reduction.counted_in_norm(rank.number, manifest.shards[rank.number])
             self._clipping = GradientClipping(
-                max_norm, rank.transport, counted, self.reduction.updated
+                max_norm, rank.transport, counted, self.reduction.updated_tensors
             )
         self._updated_first: list[torch.Tensor] | None = None
         """The tensors that had gradients in the first update; None before the first update."""
@@ -81,7 +81,7 @@ class ParameterUpdate:
         self.reduction.finish()
         self._divide_gradients()
         if self.loss_scaler is not None:
-            self.loss_scaler.unscale(self.reduction.updated)
+            self.loss_scaler.unscale(self.reduction.updated_tensors)
 
     def _divide_gradients(self) -> None:
         """Divide the gradients by the divisor of the step's loss, if it has one. Collective over
@@ -110,7 +110,7 @@ class ParameterUpdate:
             root = (loss if divisor is None else loss / divisor).sqrt()
             divisor = 2 * root if divisor is None else divisor * 2 * root
         if divisor is not None:
-            scale_gradients(self.reduction.updated, divisor.reciprocal())
+            scale_gradients(self.reduction.updated_tensors, divisor.reciprocal())
 
     def update_running_statistics(self) -> None:
         """Update the running statistics of BatchNormalization with the statistics of the step's
@@ -130,7 +130,7 @@ class ParameterUpdate:
         rank = self._rank
         manifest = rank.manifest
         if self._clipping is not None:
-            with rank.heartbeat.waiting():
+            with rank.heartbeat.record_wait():
                 rank.grad_norm = self._clipping.clip()
         factor = manifest.lr_scheduler.factor(rank.steps_done, rank.options.steps)
         rank.learning_rate = manifest.optimizer["lr"] * factor
@@ -138,7 +138,7 @@ class ParameterUpdate:
             set_learning_rate(self.optimizer, rank.learning_rate)
             self._step_optimizer(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
-        with rank.heartbeat.waiting():
+        with rank.heartbeat.record_wait():
             for bucket in self.reduction.shared:
                 bucket.gather_parameters()
 
@@ -147,7 +147,7 @@ class ParameterUpdate:
         update if there is one and it applies.
         """
         scaler = self.loss_scaler
-        updated = self.reduction.updated
+        updated = self.reduction.updated_tensors
         if self._updated_first is None:
             self._updated_first = [tensor for tensor in updated if tensor.grad is not None]
         overflow = None if scaler is None else scaler.overflow

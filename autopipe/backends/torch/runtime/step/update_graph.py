@@ -41,7 +41,7 @@ class UpdateGraph:
         device = self._tensors[0].device
         self._skipped = torch.zeros((), device=device) if skips else None
         try:
-            with resources.capturing():
+            with resources.capture_context():
                 self._prepare(device)
                 self._graph = resources.capture(
                     lambda: self._run_update(average), torch.cuda.graph_pool_handle()
@@ -58,7 +58,7 @@ class UpdateGraph:
         device, whose addresses do not change.
         """
         for tensor in self._tensors:
-            tensor.grad = self._gradients.of(tensor)
+            tensor.grad = self._gradients.gradient_of(tensor)
         for group in self._optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
             if "capturable" in group:

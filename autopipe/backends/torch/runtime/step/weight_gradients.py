@@ -99,17 +99,17 @@ def _convolution_formula(
     if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
         return None
 
-    def each(name: str, neutral: int) -> list[int]:
+    def per_axis(name: str, neutral: int) -> list[int]:
         """Return the setting `name` as one integer per spatial axis. `neutral` is its default."""
         value = settings.get(name, neutral)
         return [value] * axes if isinstance(value, int) else list(value)
 
     words = (
-        each("stride", 1),
-        each("padding", 0),
-        each("dilation", 1),
+        per_axis("stride", 1),
+        per_axis("padding", 0),
+        per_axis("dilation", 1),
         upwards,
-        each("output_padding", 0),
+        per_axis("output_padding", 0),
     )
     groups = settings.get("groups", 1)
     sizes = None if trained is None else list(trained.shape)
@@ -168,7 +168,7 @@ class WeightGradient:
     operator; before that, empty.
     """
 
-    def take(self, result: torch.Tensor) -> None:
+    def store_gradient(self, result: torch.Tensor) -> None:
         """Move the gradient of `result` to `arrived`. Used as a hook if no operand of the operator
         requires a gradient, so that `result` is a leaf of autograd's graph.
         """
@@ -251,7 +251,7 @@ class WeightGradQueue:
         # No operand requires a gradient, but the gradient of the weight needs the gradient of the
         # result.
         else:
-            result.requires_grad_(True).register_post_accumulate_grad_hook(waits.take)
+            result.requires_grad_(True).register_post_accumulate_grad_hook(waits.store_gradient)
         return result
 
     def _formula_of(

@@ -152,7 +152,7 @@ class Clock:
         self.step.add(task, start, self.mark())
 
     @contextmanager
-    def waiting(self, task: str, peer: int, channel: int) -> Iterator[None]:
+    def record_wait(self, task: str, peer: int, channel: int) -> Iterator[None]:
         """Record the time of the block as a wait of a task for a tensor from rank `peer`, if
         `keeps_waits` is True.
         """

@@ -148,7 +148,7 @@ def is_lost_rank_error(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error) for word in _GLOO_LOST_RANK_TEXTS)
 
 
-def end_on_error(number: int, heartbeat: Heartbeat) -> None:
+def install_error_hook(number: int, heartbeat: Heartbeat) -> None:
     """Install an exception hook for rank `number`: an uncaught exception ends the process at once,
     after it was printed and written to the failure file. A normal exit would wait for threads of
     process groups, whose peers may never answer.
@@ -182,7 +182,7 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
     sys.excepthook = hook
 
 
-def end_with_launcher(heartbeat: Heartbeat) -> None:
+def start_launcher_watch(heartbeat: Heartbeat) -> None:
     """If torch elastic or autopipe's launcher started this process, start a thread that records
     heartbeats, and that ends the process when its parent has ended. Otherwise the rank would
     continue to write files that the next launch also writes. From now on, `STACKS_SIGNAL` prints
@@ -203,7 +203,7 @@ def end_with_launcher(heartbeat: Heartbeat) -> None:
     threading.Thread(target=watch, name="heartbeat", daemon=True).start()
 
 
-def stop_on_signal(stop: Callable[[], None]) -> None:
+def install_stop_handler(stop: Callable[[], None]) -> None:
     """Call `stop` upon the signal `STOP_SIGNAL`. Also call it upon SIGTERM, unless autopipe's
     launcher is the parent, which sends SIGTERM to end ranks at once.
     """

@@ -52,7 +52,7 @@ class Timeouts:
     """For one task of a step. The first task may include the compilation of kernels."""
     checkpoint_s: float = 7200.0
 
-    def of(self, task: str) -> float:
+    def seconds_for_task(self, task: str) -> float:
         """Return the time-out for a task, in seconds."""
         return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[
             phase_of(task)
@@ -103,7 +103,7 @@ class Heartbeat:
             made.rename(file)
 
     @staticmethod
-    def of(rank: int) -> Heartbeat:
+    def open_for_rank(rank: int) -> Heartbeat:
         """Return a heartbeat in the file that the launcher reads for rank `rank`; in memory only if
         no launcher runs.
         """
@@ -132,7 +132,7 @@ class Heartbeat:
         _BEAT_STRUCT.pack_into(self._record, 0, time.monotonic())
 
     @contextmanager
-    def waiting(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
+    def record_wait(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
         """Record that the rank waits for other ranks while the block runs: for a tensor of rank
         `peer` on `channel`, if given.
         """

@@ -207,12 +207,12 @@ class Reporter:
         """Wait until the device has ended a step, write its times, and keep it for the next
         report.
         """
-        with self._rank.heartbeat.waiting():
+        with self._rank.heartbeat.record_wait():
             ended.times.wait()
         self._kept.append(ended)
         options = self._rank.options
         self._write_times(ended, options.trace)
-        if ended.number in options.profiled:
+        if ended.number in options.profiled_steps:
             self._write_times(ended, options.profile_times)
 
     def _write_times(self, ended: _EndedStep, folder: Path | None) -> None:
@@ -253,7 +253,9 @@ class Reporter:
         kept = self._kept
         self._kept = []
         numbers: list[float] = []
-        for ended, (losses, scaling, norm, counted) in zip(kept, self._read(kept), strict=True):
+        for ended, (losses, scaling, norm, counted) in zip(
+            kept, self._read_metrics(kept), strict=True
+        ):
             busy = sum(span.end - span.start for span in ended.times.spans())
             times = ended.times.seconds, busy
             own = _Metrics(
@@ -275,7 +277,7 @@ class Reporter:
                 by_rank = [
                     own[1 + index * _NUMBERS_PER_STEP :][:_NUMBERS_PER_STEP] for own in gathered
                 ]
-                reports.append(self._report(ended.number, by_rank, peaks))
+                reports.append(self._make_step_report(ended.number, by_rank, peaks))
         finally:
             self.publish(*reports)
         slowest = max(each.step_time_s for each in reports)
@@ -304,7 +306,7 @@ class Reporter:
         with add_path_to_errors(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in records))
 
-    def _read(
+    def _read_metrics(
         self, kept: Sequence[_EndedStep]
     ) -> list[tuple[list[float], tuple[float, float], float, float]]:
         """Return, for each step, (losses, (loss scale, skipped), gradient norm, divisor of the
@@ -343,7 +345,7 @@ class Reporter:
             _NO_BAD_STAGE,
         )
 
-    def _report(
+    def _make_step_report(
         self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]
     ) -> StepReport:
         """Return the report of a step. `numbers` has, for each rank, the exchanged list of the

@@ -57,10 +57,12 @@ def walk(order: SampleOrder) -> list[list[int]]:
     """The stored samples of each step, to the end."""
     found = []
     step = order.begin.steps
-    while count := order.count(step):
-        found.append(list(order.stored_indices(order.sample(step), order.sample(step) + count)))
+    while count := order.sample_count(step):
+        found.append(
+            list(order.stored_indices(order.first_sample(step), order.first_sample(step) + count))
+        )
         step += 1
-    assert step == order.end
+    assert step == order.steps_until_end
     return found
 
 
@@ -88,9 +90,9 @@ def test_a_run_goes_on_with_batches_of_another_size_where_it_was(
     if not keeps_last and samples < max(before, after):
         return
     first = SampleOrder(samples, before, keeps_last, 5, epochs=3)
-    assert first.end is not None
-    stop = data.draw(st.integers(0, first.end))
-    begin = RunProgress(stop, first.sample(stop))
+    assert first.steps_until_end is not None
+    stop = data.draw(st.integers(0, first.steps_until_end))
+    begin = RunProgress(stop, first.first_sample(stop))
     second = SampleOrder(samples, after, keeps_last, 5, 3, begin)
     taken = joined([*walk(first)[:stop], *walk(second)])
     whole = joined(walk(SampleOrder(samples, 1, True, 5, 3)))
@@ -100,9 +102,9 @@ def test_a_run_goes_on_with_batches_of_another_size_where_it_was(
         rest = iter(whole)
         assert all(number in rest for number in taken)
         assert len(taken) > 3 * samples - 4 * max(before, after)
-    assert second.end == stop + len(walk(second))
+    assert second.steps_until_end == stop + len(walk(second))
 
 
 def test_after_the_last_epoch_nothing_is_left() -> None:
     order = SampleOrder(20, 6, False, None, 1, RunProgress(3, 20))
-    assert (order.end, order.count(3)) == (3, 0)
+    assert (order.steps_until_end, order.sample_count(3)) == (3, 0)

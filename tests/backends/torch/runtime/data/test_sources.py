@@ -154,11 +154,11 @@ def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> 
     """
     np.savez(tmp_path / "data.npz", **arrays(20))
     source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
-    starts = [source.sample(step) for step in range(7)]
+    starts = [source.first_sample(step) for step in range(7)]
     assert starts == [0, 6, 12, 20, 26, 32, 40]
     assert [source.epoch(step) for step in range(7)] == [1, 1, 1, 2, 2, 2, 3]
-    assert all(source.count(step) == 6 for step in range(7))
-    assert source.left_over == 2
+    assert all(source.sample_count(step) == 6 for step in range(7))
+    assert source.skipped_samples == 2
     for entry in (IDS, PICTURE, ROWS):
         assert np.array_equal(
             source.rows(entry, starts[3], starts[3] + 6), source.rows(entry, 0, 6)
@@ -169,16 +169,16 @@ def test_an_epoch_that_was_begun_with_other_batches_goes_on(tmp_path: Path) -> N
     """After four samples there are two batches of six left of 20, and then a new epoch."""
     np.savez(tmp_path / "data.npz", **arrays(20))
     source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, RunProgress(1, 4))
-    assert [source.sample(step) for step in range(1, 6)] == [4, 10, 20, 26, 32]
+    assert [source.first_sample(step) for step in range(1, 6)] == [4, 10, 20, 26, 32]
     late = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, RunProgress(4, 16))
-    assert [late.sample(step) for step in range(4, 7)] == [20, 26, 32]
+    assert [late.first_sample(step) for step in range(4, 7)] == [20, 26, 32]
 
 
 def test_a_file_in_inference_ends(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **arrays(20))
     source, _ = check_data(INFERENCE, str(tmp_path / "data.npz"), None)
-    assert source is not None and source.end == 4
-    assert [source.count(step) for step in range(6)] == [6, 6, 6, 2, 0, 0]
+    assert source is not None and source.steps_until_end == 4
+    assert [source.sample_count(step) for step in range(6)] == [6, 6, 6, 2, 0, 0]
     (said,) = source.notes(9)
     assert "20 samples are 4 batches of 6, the last of 2 ('mean': the last value also" in said
     assert said.endswith("; it ends before step 4 of 9")
@@ -502,14 +502,14 @@ def test_functions_that_end_begin_again_in_training(
     """The batch that is not whole is left out."""
     source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "two_and_a_half", 6, 6, 3), 0)
     assert [source.rows(IDS, 6 * step, 6 * step + 6)[0, 0] for step in range(3)] == [0, 1, 0]
-    assert (source.epoch(2), source.left_over) == (2, 3)
+    assert (source.epoch(2), source.skipped_samples) == (2, 3)
 
 
 def test_functions_that_end_end_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(INFERENCE, spelt(tmp_path, monkeypatch, "one_and_a_half", 6, 3), 0)
-    assert [source.count(0), source.count(1)] == [6, 3]
+    assert [source.sample_count(0), source.sample_count(1)] == [6, 3]
     assert source.rows(IDS, 6, 9).tolist() == [[1] * 3] * 3
-    assert not source.count(2)
+    assert not source.sample_count(2)
 
 
 def test_functions_that_give_too_little_or_too_much(
@@ -564,7 +564,7 @@ def test_a_function_of_the_step_gives_any_step_and_is_not_asked_for_others(
     assert [source.rows(IDS, sample, sample + 2)[0, 0] for sample in (30, 34, 42)] == [45, 45, 47]
     assert sys.modules["of_the_step"].asked == [5, 7]
     inference = open_source(INFERENCE, name, 40, RunProgress(7, 42))
-    assert [inference.count(step) for step in (7, 8, 9)] == [6, 5, 0]
+    assert [inference.sample_count(step) for step in (7, 8, 9)] == [6, 5, 0]
     with pytest.raises(ConfigurationError, match="the data function has no batch"):
         open_source(MANIFEST, name, 0, RunProgress(9, 54)).rows(IDS, 54, 55)
 
@@ -578,7 +578,7 @@ def test_an_iterator_may_be_made_for_a_batch_size_and_a_seed_and_end_with_its_ep
     for last_batch, counts in (("drop", [6, 6, 6, 6, 0]), ("pad", [6, 6, 4, 6, 6, 4, 0])):
         settings = DataSettings(epochs=2, last_batch=last_batch)  # type: ignore[arg-type]
         source = open_source(MANIFEST, name, 5, settings=settings)
-        assert [source.count(step) for step in range(len(counts))] == counts
+        assert [source.sample_count(step) for step in range(len(counts))] == counts
         assert open_source(MANIFEST, name, 5).rows(IDS, 0, 1).tolist() == [[5, 5, 5]]
 
 
@@ -636,7 +636,7 @@ def test_a_batch_is_filled_up_with_its_first_sample_whose_label_counts_for_nothi
     source = open_source(
         manifest, str(tmp_path / "data.npz"), 0, settings=DataSettings(last_batch="pad")
     )
-    assert source.count(1) == 3
+    assert source.sample_count(1) == 3
     blocks = [
         read_filled_block(source, manifest, LOSS_LABELS, 1, offset, ((0, 2),)).tolist()  # type: ignore[arg-type]
         for offset in (0, 2, 4)

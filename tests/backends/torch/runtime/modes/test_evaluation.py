@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.modes.evaluation import AllSamplesOnce
+from autopipe.backends.torch.runtime.modes.evaluation import ValidationSource
 from autopipe.ir.problem import LossDivision
 from autopipe.ir.program import InputRange
 from tests.backends.torch.runtime.data.test_sources import Batches, input_range
@@ -30,7 +30,7 @@ class Counted:
     manifest: Manifest
     samples: int
 
-    def count(self, step: int) -> int:
+    def sample_count(self, step: int) -> int:
         return max(0, min(self.manifest.batch_size, self.samples - step * self.manifest.batch_size))
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
@@ -50,10 +50,10 @@ def manifest_of(*inputs: InputRange, micro_batches: int = 2) -> Manifest:
 def test_losses_add_up_to_that_of_every_sample(samples: int, micro_batches: int, size: int) -> None:
     """A stage's micro-batch has `size` samples; its loss is the mean of theirs."""
     manifest = manifest_of(VALUES, micro_batches=micro_batches)
-    data = AllSamplesOnce(manifest, cast(SampleSource, Counted(manifest, samples)))
+    data = ValidationSource(manifest, cast(SampleSource, Counted(manifest, samples)))
     total = 0.0
     step = 0
-    while data.count(step):
+    while data.sample_count(step):
         for start in range(step * manifest.batch_size, (step + 1) * manifest.batch_size, size):
             loss = float(np.mean(data.rows(VALUES, start, start + size) ** 2.0))
             total += loss * data.weight(start, size)
@@ -67,10 +67,10 @@ def test_ignored_labels_count_for_nothing(samples: int, micro_batches: int) -> N
     """Losses are means over the labels that are not ignored."""
     labels = replace(LABELS, ignored=-100)
     manifest = manifest_of(labels, micro_batches=micro_batches)
-    data = AllSamplesOnce(manifest, cast(SampleSource, Counted(manifest, samples)))
+    data = ValidationSource(manifest, cast(SampleSource, Counted(manifest, samples)))
     total = 0.0
     step = 0
-    while data.count(step):
+    while data.sample_count(step):
         for start in range(step * manifest.batch_size, (step + 1) * manifest.batch_size, 6):
             if weight := data.weight(start, 6):
                 row = data.rows(labels, start, start + 6)
@@ -85,9 +85,9 @@ def test_batches_that_cannot_be_divided_are_taken_whole() -> None:
         Manifest, replace(cast(Batches, manifest), loss_division=LossDivision(divisible=False))
     )
     for samples, whole in ((12, 12), (23, 12), (24, 24), (11, 0)):
-        data = AllSamplesOnce(indivisible, cast(SampleSource, Counted(manifest, samples)))
+        data = ValidationSource(indivisible, cast(SampleSource, Counted(manifest, samples)))
         step = 0
-        while data.count(step):
+        while data.sample_count(step):
             assert data.weight(step * 12, 6) == data.weight(step * 12 + 6, 6) == 6
             step += 1
         assert (data.samples, step) == (whole, whole // 12)
@@ -111,9 +111,9 @@ def batches():
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def taken(name: str) -> Any:
-        data = AllSamplesOnce(manifest, open_source(manifest, name, 0))
+        data = ValidationSource(manifest, open_source(manifest, name, 0))
         found = []
-        while data.count(len(found)):
+        while data.sample_count(len(found)):
             start = len(found) * 12
             found.append(
                 np.concatenate(

@@ -13,18 +13,21 @@ from hypothesis import strategies as st
 from autopipe.backends.torch.runtime import operators
 from autopipe.backends.torch.runtime.random_numbers import random_streams
 from autopipe.backends.torch.runtime.random_numbers.philox import as_unsigned
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Random, Stream
+from autopipe.backends.torch.runtime.random_numbers.random_streams import (
+    RandomStream,
+    RandomStreams,
+)
 
 CPU = torch.device("cpu")
 WHOLE = (20, 40, 50)
 
 
-def words_of(stream: Stream, shape: tuple[int, ...]) -> torch.Tensor:
+def words_of(stream: RandomStream, shape: tuple[int, ...]) -> torch.Tensor:
     return stream.draw(shape, as_unsigned, torch.int64)
 
 
-def begun(position: int = 0, seed: int = 1, step: int = 2, sample: int = 0) -> Random:
-    random = Random(CPU, position)
+def begun(position: int = 0, seed: int = 1, step: int = 2, sample: int = 0) -> RandomStreams:
+    random = RandomStreams(CPU, position)
     random.begin(seed, step, sample, sample)
     return random
 
@@ -175,13 +178,13 @@ def test_a_forward_that_draws_nothing_makes_nothing(monkeypatch: pytest.MonkeyPa
     made = []
     make = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda numbers: made.append(numbers) or make(numbers))  # type: ignore[func-returns-value]
-    random = Random(CPU)
+    random = RandomStreams(CPU)
     for number in range(3):
         random.begin(1, 2, number, number)
     assert not made
     first, second = (words_of(random(node), (4,)) for node in (5, 6))
     assert len(made) == 1 and not torch.equal(first, second)
-    in_advance = Random(CPU, draws=True)
+    in_advance = RandomStreams(CPU, draws=True)
     in_advance.begin(1, 2, 2, 2)
     made.clear()
     assert torch.equal(words_of(in_advance(5), (4,)), first) and not made, (

@@ -91,9 +91,9 @@ def test_static_gradients_hold_what_gradients_held() -> None:
     parameters = [torch.ones(2, requires_grad=True) for _ in range(3)]
     own = torch.full((2,), 3.0)
     parameters[1].grad = own
-    gradients.of(parameters[0]).fill_(5.0)  # From the step before.
+    gradients.gradient_of(parameters[0]).fill_(5.0)  # From the step before.
     gradients.set_as_gradients(parameters[:2])
-    assert [each.grad is gradients.of(each) for each in parameters[:2]] == [True, True]
+    assert [each.grad is gradients.gradient_of(each) for each in parameters[:2]] == [True, True]
     assert parameters[0].grad is not None
     assert parameters[1].grad is not None
     assert parameters[0].grad.tolist() == [0.0, 0.0]

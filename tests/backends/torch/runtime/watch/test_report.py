@@ -118,7 +118,7 @@ def test_times_of_profiled_steps_are_left_with_their_waits(
     reporter = Reporter(rank)
     for number in range(4):
         rank.clock.begin_step()
-        with rank.clock.waiting("0B0", 3, 7):
+        with rank.clock.record_wait("0B0", 3, 7):
             device.host += 0.25
         start = rank.clock.mark()
         device.host += 0.5

@@ -16,16 +16,16 @@ def test_copies_are_made_on_a_stream_of_their_own_and_writes_wait_for_them(
     device.install(monkeypatch)
     computing = torch.cuda.current_stream()
     copies = HostCopies(torch.device("cuda"))
-    copies.before_write()
+    copies.delay_until_copied()
     assert not computing.waited_for, "nothing is being copied"  # type: ignore[attr-defined]
-    copies.take({"w": torch.arange(3.0), "b": torch.ones(2)})
+    copies.start_copies({"w": torch.arange(3.0), "b": torch.ones(2)})
     (copying,) = device.entered
     assert copying is not computing
     assert copying.waited_for == [computing], "what was launched before is in the copies"
     assert device.pinned == [(3,), (2,)]
-    copies.before_write()
+    copies.delay_until_copied()
     assert len(computing.waited_for) == 1, "the next update comes behind them"  # type: ignore[attr-defined]
     contents = {each.key: bytes(each.data) for each in copies.contents()}
     assert contents["w"] == torch.arange(3.0).numpy().tobytes()
-    copies.take({"w": torch.zeros(3)})
+    copies.start_copies({"w": torch.zeros(3)})
     assert device.pinned == [(3,), (2,)], "buffers are used again"
