@@ -50,8 +50,8 @@ class RowFile:
         self._dtype = np.dtype(np.float32)
 
     def append(self, rows: np.ndarray) -> None:
-        """Append `rows`, an array [rows, ...]. All calls must pass rows of equal shape and element
-        type.
+        """Append `rows`, an array [rows, ...], to the file. All calls must pass rows of equal shape
+        and element type.
         """
         self._rows += len(rows)
         self._shape = rows.shape[1:]

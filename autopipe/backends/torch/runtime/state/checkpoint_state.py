@@ -278,7 +278,9 @@ class TrainingState:
     def _stored_parameter(
         self, saved: Mapping[str, StoredParameter], parameter: int
     ) -> StoredParameter:
-        """Return the entry of a parameter in `saved`."""
+        """Return the entry of the parameter with index `parameter` in `saved`, the parameters of a
+        checkpoint by name.
+        """
         return saved[self._manifest.parameters[parameter].value.name]
 
     def _restored_tensors(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:

@@ -226,8 +226,8 @@ class CapturedStage:
 
 
 class StageGraphs:
-    """The captured graphs of a stage. There is one slot for each micro-batch that may be in
-    flight.
+    """The captured graphs of a stage. There is one slot, static tensors and the graphs on them, for
+    each micro-batch that may be in flight (its forward has run, its backward has not).
     """
 
     def __init__(self, stage: CapturedStage, resources: CaptureResources, slots: int) -> None:
@@ -324,7 +324,9 @@ class StageGraphs:
         torch.cuda.synchronize()
 
     def take(self) -> GraphSlot | None:
-        """Remove a free slot and return it; None if all slots are in use."""
+        """Remove a slot (static tensors and graphs for one micro-batch) from the free slots and
+        return it. Return None if all slots are in use.
+        """
         return self.free.pop() if self.free else None
 
     def place_gradients(self) -> None:
@@ -464,7 +466,7 @@ class GraphSlot:
         self.release()
 
     def release(self) -> None:
-        """Make the slot available for another micro-batch."""
+        """Make the slot, its static tensors and graphs, available for another micro-batch."""
         self._graphs.free.append(self)
 
 

@@ -91,7 +91,9 @@ class ReducedBucket:
         self.missing = 0
 
     def _set_gradients(self, sums: torch.Tensor) -> None:
-        """Set parts of the one-dimensional tensor `sums` as gradients."""
+        """Set the parts of `sums`, the reduced gradients of all parameters of the bucket one after
+        the other, as the gradients of the parameters.
+        """
         parts = torch.split(sums, [parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
@@ -120,8 +122,9 @@ class ShardedBucket(ReducedBucket):
         self.shards = tuple(self._shards_of(groups))
 
     def _shards_of(self, groups: Mapping[int, int]) -> Iterator[OptimizerShard]:
-        """Yield the tensors that the rank's optimizer updates: its part of the row, divided where
-        the parameter group changes, because groups have different settings.
+        """Yield the tensors that the rank's optimizer updates: views of the rank's part of the
+        bucket. The part is divided where the optimizer's parameter group changes, because groups
+        have different settings.
         """
         own = self._own_part(self._row)
         runs = tuple(self.bucket.runs(self._transport.rank))
@@ -138,12 +141,14 @@ class ShardedBucket(ReducedBucket):
             )
 
     def _own_part(self, row: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor with the shape of the row, as a view."""
+        """Return this rank's part of `row` as a view. `row` is a one-dimensional tensor with one
+        element per element of the bucket, divided evenly among its ranks.
+        """
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
     def _parameter_views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of `row`, a tensor with the shape of the row, at which the parameters
-        are.
+        """Return a view of `row` for each parameter of the bucket, at the parameter's position.
+        `row` is a one-dimensional tensor with one element per element of the bucket.
         """
         return [
             row[start : start + parameter.numel()].view_as(parameter)
@@ -163,15 +168,16 @@ class ShardedBucket(ReducedBucket):
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def _set_gradients(self, sums: torch.Tensor) -> None:
-        """Set `sums`, the sums of this rank's part of the row, as the gradients of the tensors that
-        the optimizer updates.
+        """Set `sums`, the reduced gradients of this rank's part of the bucket, as the gradients of
+        the tensors that the optimizer updates.
         """
         for shard in self.shards:
             shard.tensor.grad = sums[shard.part]
 
     def gather_parameters(self) -> None:
-        """All-gather the row after the update, so that all parameters are up to date. Collective
-        over the ranks of the bucket.
+        """All-gather the tensor of which the bucket's parameters are views, after the ranks have
+        updated their parts of it. Then all parameters are up to date. Collective over the ranks of
+        the bucket.
         """
         self._transport.traffic["parameter"] += self._row.nbytes
         self._transport.gather(self._row, self.bucket.ranks)

@@ -15,7 +15,7 @@ from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, N
 
 
 class UpdateGraph:
-    """The captured update of one rank."""
+    """The update of a rank's parameters, captured as a CUDA graph."""
 
     def __init__(
         self,

@@ -257,10 +257,10 @@ class WeightGradQueue:
     def _formula_of(
         self, function: Function, operands: Operands, settings: Settings
     ) -> GradientFormula | None:
-        """Return the formula of a call. Return None if there is none: for an operator without
-        formula, if the only parameter is not the second operand, under autocast (which casts
-        weights and activations), and for a view that is neither the whole parameter nor its
-        transpose.
+        """Return the formula of a call, which computes the gradients of its parameters without
+        autograd. Return None if there is none: for an operator without formula, if the only
+        parameter is not the second operand, under autocast (which casts weights and activations),
+        and for a view that is neither the whole parameter nor its transpose.
         """
         make = _FORMULA_BY_FUNCTION.get(function)
         if (

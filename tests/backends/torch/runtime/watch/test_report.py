@@ -23,7 +23,7 @@ from tests.backends.torch.runtime.stand_in_cuda import Device
 
 class AlonePulse:
     @contextlib.contextmanager
-    def waiting(self) -> Any:
+    def record_wait(self) -> Any:
         yield
 
 
