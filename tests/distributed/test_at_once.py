@@ -49,7 +49,7 @@ for name, members in (("all", tuple(range(ranks))), ("two", (0, 2))):
     share = transport.start_reduce_scatter(large.clone(), members).wait()
     row = torch.zeros_like(large)
     row.chunk(count)[members.index(rank)].copy_(share)
-    transport.gather(row, members)
+    transport.all_gather_in_place(row, members)
     assert torch.allclose(row, reduced, rtol=1e-6)
 print(json.dumps(found))
 transport.stop()

@@ -100,10 +100,9 @@ def socket_family(address: str) -> socket.AddressFamily:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface of this machine that has the address `address`.
-    Raise ConfigurationError if there is none. Of an interface's IPv4 addresses only the first is
-    considered, because gloo and NCCL use this one; any loopback address matches the loopback
-    interface.
+    """Return the name of the network interface of this machine that has the address `address`. Of
+    an interface's IPv4 addresses, only the first is considered. Any IPv4 loopback address matches
+    the loopback interface. Raise ConfigurationError if no interface has the address.
     """
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback and wanted.version == 4:

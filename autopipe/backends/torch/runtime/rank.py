@@ -20,10 +20,10 @@ from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.backends.torch.runtime.modes.evaluation import Evaluator, evaluation_settings
 from autopipe.backends.torch.runtime.startup import connect, start_process
+from autopipe.backends.torch.runtime.state.checkpoint_policy import CheckpointPolicy
 from autopipe.backends.torch.runtime.state.loading import load_stages
-from autopipe.backends.torch.runtime.state.saving import CheckpointPolicy
 from autopipe.backends.torch.runtime.step.capture import capture_stages, captures_by_default
-from autopipe.backends.torch.runtime.step.compiled import compile_stages
+from autopipe.backends.torch.runtime.step.compilation import compile_stages
 from autopipe.backends.torch.runtime.step.ports import Port
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.update import ParameterUpdate
@@ -142,7 +142,7 @@ class Rank(RankContext):
         self.seed = saved.seed if self.options.seed is None else self.options.seed
         self.low_precision_copies.refresh()
         self.reader = BatchReader(self.manifest, self._open_source(self.saving.begin), self.device)
-        if self.evaluator is not None and (best := self.saving.best()) is not None:
+        if self.evaluator is not None and (best := self.saving.best_loss_and_step()) is not None:
             self.evaluator.restore(best)
         self.reporter.print_on_rank_0(
             f"resuming at step {saved.step} from {self.options.checkpoint}"
@@ -253,7 +253,7 @@ class Rank(RankContext):
         """
         self.profiler.begin_step(self.steps_done)
         if all(mode.computes_step(self.steps_done) for mode in self.modes):
-            self._compute(step)
+            self._run_batches(step)
         else:
             self.clock.begin_step()
         self.heartbeat.task = "update"
@@ -286,7 +286,7 @@ class Rank(RankContext):
         # capture of CUDA graphs, during which copies are not allowed.
         return self.reader.end_step(self.steps_done - 1)
 
-    def _compute(self, step: Callable[[], None]) -> None:
+    def _run_batches(self, step: Callable[[], None]) -> None:
         """Run the forward and backward passes of all batches that a step accumulates."""
         self.execution.before_step(self, step)
         self.clock.begin_step()

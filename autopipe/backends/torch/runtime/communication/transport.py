@@ -368,7 +368,7 @@ class ControlGroup:
             with heartbeat.record_wait(), non_preempting_threads():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
-    def _gather(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the `data` of all ranks, in the order of ranks. The lengths may differ."""
         if self.world_size == 1:
             return [data]
@@ -398,7 +398,7 @@ class ControlGroup:
             outcome = {"done": act()}
         except AutopipeError as error:
             outcome = {"failed": asdict(describe_failure(error, self.rank, task))}
-        outcomes = [json.loads(each) for each in self._gather(json.dumps(outcome).encode())]
+        outcomes = [json.loads(each) for each in self._gather_bytes(json.dumps(outcome).encode())]
         for each in outcomes:
             if "failed" in each:
                 raise Failure(**each["failed"]).error()
@@ -498,9 +498,9 @@ class Transport:
         self._sends = SendQueue(watched=not nccl)
 
     def start(self) -> None:
-        """Join the other ranks of the world. Pin threads to the CPU cores near the GPU if there is
-        one, otherwise to this rank's part of the machine's cores. Do not join if the world has one
-        rank or if this process already has a process group.
+        """Join the other ranks of the world. Pin threads to the CPU cores near the GPU, if there is
+        one; unless NCCL is used, then to this rank's part of the machine's cores. Do not join if
+        the world has one rank or if this process already has a process group.
         """
         if self.device.type == "cuda":
             pin_near_device(pci_address(self.device))
@@ -691,7 +691,7 @@ class Transport:
         self.traffic["gradient"] += row.nbytes
         return start_reduce_scatter(row.view(len(ranks), -1), self.group(ranks))
 
-    def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
+    def all_gather_in_place(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """All-gather the one-dimensional tensor `row` over `ranks`, in place. The row consists of
         one equal part per rank; before the call, this rank's part is up to date. The caller adds
         the bytes to `traffic`.

@@ -121,7 +121,7 @@ round large integers: float16 cannot represent 2,049, float32 cannot represent 1
 """
 
 
-def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
+def check_element_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
     """Raise ConfigurationError if the input does not accept arrays of type `dtype`. `where` names
     the data in the message.
     """
@@ -160,7 +160,7 @@ def check_rows(
     """
     name = entry.value.name
     dtype = numpy_dtype(entry)
-    check_type(rows.dtype, entry, where)
+    check_element_type(rows.dtype, entry, where)
     whole = dtype.kind in "biu"
     if whole and rows.size and not np.can_cast(rows.dtype, dtype, "safe"):
         if rows.dtype.kind == "f" or dtype.kind == "b":

@@ -21,8 +21,8 @@ import numpy as np
 
 from autopipe.backends.torch.runtime.data.arrow_table import ArrowTable, table_files
 from autopipe.backends.torch.runtime.data.input_checks import (
+    check_element_type,
     check_rows,
-    check_type,
     convert_rows,
     count_samples,
     numpy_dtype,
@@ -155,8 +155,7 @@ def rows_with_filler(
     In training, filler samples get the ignored label, if the loss defines one, so that they do not
     count. This applies to micro-batches that also contain samples from the data; `micro_batch` is
     the index in the batch of the micro-batch's first sample. A micro-batch of only filler samples
-    keeps the copied labels, because a mean over no label is undefined; its loss has weight 0 (see
-    `RankContext.filler_factor`).
+    keeps the copied labels; its loss has weight 0 (see `RankContext.filler_factor`).
     """
     sample = source.first_sample(step)
     count = source.sample_count(step)
@@ -306,7 +305,7 @@ class StoredSource(SampleSource):
             dtype = numpy_dtype(entry)
             array = self._array(name)
             if not entry.allowed and (array.dtype == dtype or dtype.kind not in "biu"):
-                check_type(array.dtype, entry, self._where)
+                check_element_type(array.dtype, entry, self._where)
                 continue
             if entry.batch_axis is None or self.samples is None:
                 check_rows(np.asarray(array[...]), entry, self._where)

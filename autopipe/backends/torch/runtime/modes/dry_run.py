@@ -273,10 +273,10 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._storages:
             return
 
-        def gone(_: object) -> None:
+        def forget_storage(_: object) -> None:
             del self._storages[key]
             self._live_bytes -= size
 
-        self._storages[key] = weakref.ref(storage, gone)
+        self._storages[key] = weakref.ref(storage, forget_storage)
         self._live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)

@@ -101,7 +101,7 @@ class TokenExchange:
                 self._arriving[group.number].append((work, tokens))
         self._leaving.append([])
         while len(self._leaving) > 2:
-            self._finish(self._leaving.popleft())
+            self._wait_for_sends(self._leaving.popleft())
 
     def send_tokens(self, group: _SamplingGroup, tokens: list[int]) -> None:
         """Start to send the tokens of a group in the current step to all other ranks. Called on the
@@ -131,9 +131,9 @@ class TokenExchange:
     def finish(self) -> None:
         """Wait until all tensors have been sent."""
         for sent in self._leaving:
-            self._finish(sent)
+            self._wait_for_sends(sent)
 
-    def _finish(self, sent: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
+    def _wait_for_sends(self, sent: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
         """Wait until the tensors in `sent` have been sent."""
         with self._rank.heartbeat.record_wait():
             for work, _ in sent:

@@ -15,7 +15,7 @@ from autopipe.backends.torch.runtime.operators.gated import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.images import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.linear_attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.linear_cross_entropy import *  # noqa: F403
-from autopipe.backends.torch.runtime.operators.misc import *  # noqa: F403
+from autopipe.backends.torch.runtime.operators.onnx_operators import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.quantized import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.recurrent import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.sharded import *  # noqa: F403

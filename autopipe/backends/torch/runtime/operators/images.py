@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.misc import (
+from autopipe.backends.torch.runtime.operators.onnx_operators import (
     broadcast_along,
     nonzero,
     requantize,
@@ -133,7 +133,7 @@ def deform_conv(
     taps = kh * kw
     shifts = offset.reshape(batch, offset_groups, taps, 2, oh, ow)
 
-    def base(axis: int, count: int) -> Tensor:
+    def unshifted_positions(axis: int, count: int) -> Tensor:
         """Return the positions along a spatial axis that the taps read without offset: [size of the
         kernel, count], for `count` windows.
         """
@@ -143,12 +143,12 @@ def deform_conv(
         )
         return steps[:, None] + starts
 
-    rows = shifts[:, :, :, 0] + base(0, oh)[:, None, :, None].expand(kh, kw, oh, ow).reshape(
-        taps, oh, ow
-    )
-    columns = shifts[:, :, :, 1] + base(1, ow)[None, :, None, :].expand(kh, kw, oh, ow).reshape(
-        taps, oh, ow
-    )
+    rows = shifts[:, :, :, 0] + unshifted_positions(0, oh)[:, None, :, None].expand(
+        kh, kw, oh, ow
+    ).reshape(taps, oh, ow)
+    columns = shifts[:, :, :, 1] + unshifted_positions(1, ow)[None, :, None, :].expand(
+        kh, kw, oh, ow
+    ).reshape(taps, oh, ow)
     images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
     # `grid_sample` divides positions by the distance of the first and the last pixel. To an image
     # with one row or one column, a second row or column of zeros is added, because this distance

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from autopipe.backends.torch import torch_interfaces
 from autopipe.backends.torch.runtime.communication.collectives import Group
-from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
+from autopipe.backends.torch.runtime.operators.onnx_operators import reverse_sequence
 
 Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]

@@ -107,7 +107,7 @@ def _interpolation_tables() -> tuple[Doubles, Doubles]:
         .view(np.float32)
         .astype(np.float64)
     )
-    numbers = -quantiles(np.minimum(ends, 2.0**31) * 2.0**-32)
+    numbers = -normal_quantiles(np.minimum(ends, 2.0**31) * 2.0**-32)
     slope = (np.diff(numbers) / np.diff(ends)).astype(np.float32).astype(np.float64)
     intercept = numbers[:-1] - slope * ends[:-1]
     intercepts = np.zeros(2 * _NEGATIVE_BIT)
@@ -119,7 +119,7 @@ def _interpolation_tables() -> tuple[Doubles, Doubles]:
     return intercepts, slopes
 
 
-def quantiles(probabilities: Doubles) -> Doubles:
+def normal_quantiles(probabilities: Doubles) -> Doubles:
     """Return the standard normal quantiles of `probabilities` in (0, ½], with a relative error of
     about 1e-15.
 
@@ -132,7 +132,7 @@ def quantiles(probabilities: Doubles) -> Doubles:
         * _polynomial(central, _CENTRAL_COEFFICIENTS[0])
         / _polynomial(central, _CENTRAL_COEFFICIENTS[1])
     )
-    distance = np.sqrt(-_log(probabilities))
+    distance = np.sqrt(-_portable_log(probabilities))
     for above, coefficients in _TAIL_COEFFICIENTS:
         r = distance - above
         tail = -_polynomial(r, coefficients[0]) / _polynomial(r, coefficients[1])
@@ -161,7 +161,7 @@ For |s| below 0.172, the first omitted term is below 3e-17.
 """
 
 
-def _log(values: Doubles) -> Doubles:
+def _portable_log(values: Doubles) -> Doubles:
     """Return the natural logarithms of positive numbers, bitwise equal on every machine. The
     logarithms of math libraries differ in the last bit.
     """

@@ -419,7 +419,7 @@ class Checkpointer:
             temporary.mkdir()
         return temporary.name
 
-    def best(self) -> tuple[float, int] | None:
+    def best_loss_and_step(self) -> tuple[float, int] | None:
         """Return (validation loss, step) of the saved state with the lowest loss: `step` is the
         index, from 0, of the last step before the validation. None if no best state is saved.
         """

@@ -35,8 +35,7 @@ from autopipe.ir.program import ElementRange
 _MIN_BLOCK_BYTES = 2**20  # Minimum bytes of a part into which a block is split.
 _MAX_BLOCKS_PER_SHARD = 16
 """Approximate maximum number of blocks per rank into which parameters are split, if all ranks hold
-all parameters. More blocks would balance the ranks only a little better, but would enlarge the
-manifest of the checkpoint.
+all parameters. More blocks would enlarge the manifest of the checkpoint.
 """
 
 

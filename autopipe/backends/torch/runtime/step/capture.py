@@ -21,9 +21,9 @@ _UPDATE_KEY = "update"
 def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
     """Capture stages of this rank as CUDA graphs, between two steps: all stages if `--cuda-graphs`
     is given, otherwise the stages for which the plan predicts that launching operators takes longer
-    than running them. If at least one stage of this rank is captured, also call `capture_update`,
-    which captures the update; it returns the reason if it cannot, otherwise "". Collective over all
-    ranks.
+    than running them. In training, if at least one stage of this rank is captured, also call
+    `capture_update`, which captures the update; it returns the reason if it cannot, otherwise "".
+    Collective over all ranks.
 
     Return a line for the user that says which stages are captured on all ranks, and why the others
     are not.

@@ -246,7 +246,7 @@ class StageGraphs:
         """Measure how much memory a slot needs, check that there is enough, and capture all
         slots.
         """
-        with self._aliases() as aliases:
+        with self._use_aliases() as aliases:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             self._warm_up()
@@ -273,7 +273,7 @@ class StageGraphs:
             self.free += [GraphSlot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
-    def _aliases(self) -> Iterator[Tensors]:
+    def _use_aliases(self) -> Iterator[Tensors]:
         """In the block, make the stage read aliases instead of its trained parameters: tensors that
         share their memory but have their own `grad`. Yield the aliases by the name in `p`. The
         block also has its own queue of weight gradients.
@@ -438,7 +438,7 @@ class GraphSlot:
     def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
         """Replay the backward. `seeds` are the gradients of results, by index of the result;
         missing ones count as zero. Return the gradients of the arguments by name. The gradients of
-        parameters that are deferred are not computed before `weight_gradients`.
+        parameters that are deferred are not computed before `run_weight_gradients`.
         """
         inputs = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
         self._has_backward = bool(seeds) and self._backward is not None
@@ -459,7 +459,7 @@ class GraphSlot:
                 for name, each in inputs.items()
             }
 
-    def weight_gradients(self) -> None:
+    def run_weight_gradients(self) -> None:
         """Replay the computation of the deferred gradients of parameters, and release the slot."""
         if self._weight_gradients is not None and self._has_backward:
             self._weight_gradients.replay()

@@ -180,7 +180,7 @@ class ShardedBucket(ReducedBucket):
         the bucket.
         """
         self._transport.traffic["parameter"] += self._row.nbytes
-        self._transport.gather(self._row, self.bucket.ranks)
+        self._transport.all_gather_in_place(self._row, self.bucket.ranks)
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Return the full gradients of this rank's parameters, by parameter index. Collective over
@@ -190,7 +190,7 @@ class ShardedBucket(ReducedBucket):
         for shard in self.shards:
             assert shard.tensor.grad is not None
             self._own_part(row)[shard.part].copy_(shard.tensor.grad)
-        self._transport.gather(row, self.bucket.ranks)
+        self._transport.all_gather_in_place(row, self.bucket.ranks)
         places = zip(self.bucket.blocks, self._parameter_views(row), strict=True)
         return {block.parameter: place for block, place in places}
 

@@ -93,8 +93,8 @@ _GROWTH_INTERVAL_STEPS = 2000
 
 class LossScaler:
     """The dynamic scale of the loss, equal on all ranks. The gradients from which a backward starts
-    are multiplied by `scale`. After the backward passes of a step, `unscale`, `update` and
-    `end_step` are called in this order. The host waits for the device only in `update`, and only if
+    are multiplied by `scale`. After the backward passes of a step, `unscale`, `step_optimizer` and
+    `end_step` are called in this order. The host waits for the device only in `step_optimizer`, and only if
     the optimizer is not fused.
     """
 
@@ -130,7 +130,7 @@ class LossScaler:
         """
         return self._overflow
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer's step, unless gradients overflowed. A fused optimizer reads the
         overflow on the device. For other optimizers, the host waits for the device and reads the
         overflow.

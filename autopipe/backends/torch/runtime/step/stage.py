@@ -74,7 +74,7 @@ class EagerPass:
     waiting: PendingWeightGradients
     """Gradients of parameters that the first half of a split backward defers to the second half."""
 
-    def weight_gradients(self) -> None:
+    def run_weight_gradients(self) -> None:
         """Compute the deferred gradients of parameters and add them to `grad`."""
         compute_weight_gradients(self.waiting)
 
@@ -604,7 +604,7 @@ class Stage:
             return str(error)
         return ""
 
-    def rehearse(self) -> None:
+    def run_on_zeros(self) -> None:
         """Run the forward and, in training, the backward of a micro-batch of zeros, so that
         torch.compile compiles them. The gradients are discarded.
         """
@@ -694,7 +694,7 @@ class Stage:
         last = self._begins_last_micro_batch()
         self._rank.heartbeat.task = task = f"{self.number}W{micro_batch}"
         start = self._rank.clock.mark()
-        self._waiting.pop(micro_batch).weight_gradients()
+        self._waiting.pop(micro_batch).run_weight_gradients()
         self._rank.clock.add(task, start)
         if last:
             self._rank.reduction.start(self.number)
@@ -728,7 +728,7 @@ class Stage:
         if phase == "I":
             self._waiting[micro_batch] = saved
         else:
-            saved.weight_gradients()
+            saved.run_weight_gradients()
         self._rank.clock.add(task, start)
         for source in self._ports_due(self.receives, micro_batch, gradient=True):
             self._send_or_deliver(source, micro_batch, gradients[source.argument])

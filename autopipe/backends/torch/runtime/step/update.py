@@ -156,7 +156,7 @@ class ParameterUpdate:
         if scaler is None or not self._can_skip:
             optimizer.step()
         else:
-            scaler.update(optimizer)
+            scaler.step_optimizer(optimizer)
         self._update_weight_average()
 
     def _update_weight_average(self) -> None:

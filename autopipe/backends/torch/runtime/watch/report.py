@@ -84,8 +84,8 @@ class StepReport:
 _NO_BAD_STAGE = -1.0
 """Value of `bad_stage` and `bad_micro_batch` if all losses of the rank are finite."""
 _REPORT_INTERVAL_S = 0.25
-"""Approximate minimum seconds between two reports. Short steps are reported several at a time,
-because exchanging and writing metrics takes as long as some tasks of a small model, and the
+"""Approximate seconds between two reports of short steps. Several short steps are reported at a
+time, because exchanging and writing metrics takes as long as some tasks of a small model, and the
 launcher needs a CPU core to read reports.
 """
 _MAX_UNREPORTED_STEPS = 16

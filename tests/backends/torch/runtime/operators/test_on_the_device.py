@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime import operators
-from autopipe.backends.torch.runtime.operators import misc
+from autopipe.backends.torch.runtime.operators import onnx_operators
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_products_of_integers(
     held: int,
 ) -> None:
     """They wrap around where they leave their type."""
-    monkeypatch.setattr(misc, "_MAX_PRODUCTS_IN_MEMORY", held)
+    monkeypatch.setattr(onnx_operators, "_MAX_PRODUCTS_IN_MEMORY", held)
     generator = torch.Generator().manual_seed(1)
     most = torch.iinfo(dtype).max
     a, b = (

@@ -35,7 +35,7 @@ def train(
             weight.grad[step % 5] = torch.inf
         before = weight.detach().clone(), copy.deepcopy(optimizer.state[weight]) if step else {}
         scaler.unscale([weight])
-        scaler.update(optimizer)
+        scaler.step_optimizer(optimizer)
         scaler.end_step()
         if step in bad_steps:
             assert torch.equal(weight, before[0])
@@ -71,7 +71,7 @@ def test_a_fused_optimizer_is_not_asked_by_the_host(monkeypatch: pytest.MonkeyPa
         patched.setattr(torch.Tensor, "item", read)
         patched.setattr(torch.Tensor, "__bool__", read)
         scaler.unscale([weight])
-        scaler.update(optimizer)
+        scaler.step_optimizer(optimizer)
         scaler.end_step()
     assert torch.equal(weight, torch.ones(5))
     assert scaler.outcome.tolist() == [4.0, 1.0]

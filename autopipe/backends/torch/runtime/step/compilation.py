@@ -114,7 +114,7 @@ def _compile_stage(stage: Stage) -> str:
             segment.segment = through(function)
         stage.function = forward if segments else through(forward)
         try:
-            stage.rehearse()
+            stage.run_on_zeros()
             stage.compiled = said
             return said
         except Unsupported as error:

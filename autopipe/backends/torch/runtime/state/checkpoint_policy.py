@@ -75,11 +75,11 @@ class CheckpointPolicy:
             self.begin = RunProgress(saved.step, saved.samples, saved.forwards)
         return saved
 
-    def best(self) -> tuple[float, int] | None:
+    def best_loss_and_step(self) -> tuple[float, int] | None:
         """Return (loss, step) of the saved state with the lowest validation loss: `step` is the
         index, from 0, of the last step before the validation. None if no such state is saved.
         """
-        return self._checkpointer.best()
+        return self._checkpointer.best_loss_and_step()
 
     def requests(self) -> tuple[bool, bool]:
         """Return (save, stop): whether all ranks must save a checkpoint, and whether they must
