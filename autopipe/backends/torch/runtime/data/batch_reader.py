@@ -40,8 +40,8 @@ class StepData:
 
     samples: number of samples that come from the data; filler samples do not count.
     epoch: the epoch of the samples, counted from 1.
-    skipped_samples: number of samples at the end of an epoch that are skipped, because they do not fill a
-    batch.
+    skipped_samples: number of samples at the end of an epoch that are skipped, because they do not
+    fill a batch.
     """
 
     samples: int

@@ -21,8 +21,8 @@ class SampleSource(ABC):
     to step, across epochs.
 
     The defaults of this class describe data that never end: one epoch, in which every step has a
-    full batch. `skipped_samples` is the number of samples at the end of an epoch that are skipped because
-    they do not fill a batch.
+    full batch. `skipped_samples` is the number of samples at the end of an epoch that are skipped
+    because they do not fill a batch.
     """
 
     skipped_samples = 0

@@ -128,8 +128,8 @@ class RandomStream:
 
     In each dimension the rank has the shard with index `places[i]` of `degrees[i]` shards; both are
     () if the tensor is not sharded. `sample` is the number of the first sample in the step.
-    `counted` is (sample dimension, size outside, size inside) as in `RandomStreams.__call__`; None without
-    a sample dimension.
+    `counted` is (sample dimension, size outside, size inside) as in `RandomStreams.__call__`; None
+    without a sample dimension.
     """
 
     key: tuple[Tensor, Tensor]

@@ -94,8 +94,8 @@ _GROWTH_INTERVAL_STEPS = 2000
 class LossScaler:
     """The dynamic scale of the loss, equal on all ranks. The gradients from which a backward starts
     are multiplied by `scale`. After the backward passes of a step, `unscale`, `step_optimizer` and
-    `end_step` are called in this order. The host waits for the device only in `step_optimizer`, and only if
-    the optimizer is not fused.
+    `end_step` are called in this order. The host waits for the device only in `step_optimizer`, and
+    only if the optimizer is not fused.
     """
 
     def __init__(self, scale: float, transport: Transport) -> None:
