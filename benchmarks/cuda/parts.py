@@ -193,7 +193,7 @@ def run_alone(device: str) -> dict[str, Any]:
 
     from autopipe.backends.torch.runtime.communication.communicators import (
         NcclCommunicators,
-        exchange,
+        start_p2p_batch,
     )
 
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", 0)
@@ -212,7 +212,7 @@ def run_alone(device: str) -> dict[str, Any]:
     dist.all_gather_into_tensor(gathered, numbers, group=group)
     equal = [torch.equal(summed, numbers), torch.equal(gathered, numbers)]
     if device == "cuda":
-        exchange(
+        start_p2p_batch(
             [dist.P2POp(dist.isend, numbers, 0, group), dist.P2POp(dist.irecv, received, 0, group)]
         ).wait()
         equal.append(torch.equal(received, numbers))

@@ -18,7 +18,7 @@ from onnx.backend.base import Backend, BackendRep
 
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
 from autopipe.backends.torch.runtime.step.precision import set_matmul_precision
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import signature_of, space_of
@@ -102,7 +102,7 @@ class Deferred(BackendRep):
         given = dict(zip(fed_names(self.model, arrays), arrays, strict=True))
         held = SimpleNamespace(
             device=torch.device(self.device),
-            random=Random(torch.device(self.device)),
+            random=RandomStreams(torch.device(self.device)),
             training=True,
             **{
                 f"w{index}": to_tensor(array, self.device)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.codegen.stage import emit_forward
-from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
+from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.ir.graph import Constant, Graph, Node
 from autopipe.ir.layout import mesh_axes_of
@@ -97,7 +97,7 @@ def computed(
         operations=(Compute(0, signature, splits, mesh_axes_of(splits, group)),),
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
-    random = Random(torch.device("cpu"), 0 if member is None else member.position)
+    random = RandomStreams(torch.device("cpu"), 0 if member is None else member.position)
     place = SimpleNamespace(
         device=torch.device("cpu"),
         group=member,

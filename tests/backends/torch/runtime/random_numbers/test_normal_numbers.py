@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from autopipe.backends.torch.runtime.random_numbers.normal_numbers import quantiles, standard_normal
+from autopipe.backends.torch.runtime.random_numbers.normal_numbers import (
+    normal_quantiles,
+    standard_normal,
+)
 from autopipe.backends.torch.runtime.random_numbers.philox import draw_sequence
 
 COUNT = 4_000_000
@@ -101,7 +104,7 @@ def test_neighbours_are_independent(drawn: np.ndarray) -> None:
 def test_quantiles_equal_the_library() -> None:
     probabilities = np.concatenate([10.0 ** -np.linspace(0.302, 12.0, 2000), [0.5, 0.075]])
     expected = [NORMAL.inv_cdf(each) for each in probabilities]
-    np.testing.assert_allclose(quantiles(probabilities), expected, rtol=1e-14, atol=1e-14)
+    np.testing.assert_allclose(normal_quantiles(probabilities), expected, rtol=1e-14, atol=1e-14)
 
 
 def test_compiled_numbers_are_equal() -> None:
