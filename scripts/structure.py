@@ -40,7 +40,7 @@ WRITERS = {
     "_with_numbers",
     "add",
     "append",
-    "made_node",
+    "replacement_node",
     "make_node",
     "node",
 }

@@ -24,7 +24,7 @@ from autopipe.ir.training import Evaluation
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.rounding import count_roundings
 from autopipe.passes.analysis.training import matrix_parameters
-from autopipe.passes.frontend.cleanup import without_dropout
+from autopipe.passes.frontend.cleanup import remove_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 from autopipe.passes.lower.traffic import shards_on_several_ranks
 from autopipe.passes.pipeline import PlanResult
@@ -184,7 +184,7 @@ def _one_device_program(planned: PlanResult, name: str, loss: str | None) -> Pro
     """
     problem = planned.problem
     # The forward pass is compared with ONNX Runtime, whose Dropout draws other random numbers.
-    graph = problem.graph if loss is not None else without_dropout(problem.graph)
+    graph = problem.graph if loss is not None else remove_dropout(problem.graph)
     program = one_device_program(
         graph, problem.micro_batches, problem.micro_batch_size, loss, problem.loss_division
     )

@@ -23,7 +23,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.program import Compute, StageCode
 from autopipe.passes.analysis.micro_batches import stage_graphs
 from autopipe.passes.analysis.resharding import node_layouts
-from autopipe.passes.frontend.cleanup import without_dropout
+from autopipe.passes.frontend.cleanup import remove_dropout
 from autopipe.passes.lower.lower import one_device_program
 
 _DIFFERENCE_FACTOR = 16
@@ -118,7 +118,7 @@ def first_difference_from_reference(
 
 def _one_device_values(problem: Problem, loss: str | None, folder: Path) -> Arrays:
     """Return the values that one device recorded, by their names in the graph."""
-    graph = problem.graph if loss is not None else without_dropout(problem.graph)
+    graph = problem.graph if loss is not None else remove_dropout(problem.graph)
     alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
     recorded = _read_values(folder, 0, 0)
     codes = emit_forward(alone.stages[0]).codes

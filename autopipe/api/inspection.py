@@ -21,7 +21,7 @@ from autopipe.passes.analysis.layers import LayerClass, find_layers
 from autopipe.passes.analysis.loss_division import form_of_loss
 from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import Model, read_model
-from autopipe.passes.frontend.branches import Branch, branches_of
+from autopipe.passes.frontend.branches import Branch, find_branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
         return Inspection(read, (), (), summarize_layers(read.graph, ()), None)
     work = roofline_costs(read.graph)
     form = form_of_loss(read, lambda size: reader(file, batch=size, opened=True))
-    branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
+    branches = find_branches(read.graph, [each.forward_flops for each in work]) if work else ()
     return Inspection(read, work, branches, summarize_layers(read.graph, work), form)
 
 

@@ -43,7 +43,7 @@ from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_pl
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.training import change_data_path
 from autopipe.ir.words import printable
-from autopipe.passes.frontend.elements import external_file
+from autopipe.passes.frontend.elements import external_data_path
 from autopipe.passes.frontend.load import file_digest
 from autopipe.passes.frontend.scopes import layers_of
 from autopipe.passes.pipeline import PlanResult, planned_graph, read_planned_model, reopen_plan
@@ -220,7 +220,7 @@ def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> Planne
     file = Path(plan.model)
     storages = (each.storage for each in stored.graph.parameters)
     for name in {each.file for each in storages if isinstance(each, FileSlice) and each.file}:
-        external_file(name, file, str(path))
+        external_data_path(name, file, str(path))
     is_planned = not file.is_file() or file_digest(file) == stored.model_digest
     return stored if is_planned else None
 

@@ -44,7 +44,7 @@ from autopipe.passes.frontend.device_annotations import (
     annotation_proto,
     configuration_proto,
 )
-from autopipe.passes.frontend.load import inlined, load, located, opened
+from autopipe.passes.frontend.load import add_path_to_error, inline_functions, load, map_file
 from autopipe.passes.frontend.model import Model, Origin, owners_of
 
 
@@ -277,7 +277,7 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
     try:
         return tuple(_constraints(model, fitting[0]))
     except ModelError as error:
-        raise located(error, model.path) from error
+        raise add_path_to_error(error, model.path) from error
 
 
 def _constraints(model: Model, configuration: Configuration) -> Iterator[Constraint]:
@@ -570,9 +570,11 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
             "external data files of the model",
             hint=f"choose a file in {folder}",
         )
-    data = opened(model)
+    data = map_file(model)
     if any(field.number == MODEL_FUNCTION for field in wire.fields_of(data, 0, len(data))):
-        data = memoryview(inlined(onnx.ModelProto.FromString(bytes(data))).SerializeToString())
+        data = memoryview(
+            inline_functions(onnx.ModelProto.FromString(bytes(data))).SerializeToString()
+        )
     try:
         with open_replacement_file(target) as file:
             for piece in _spliced(data, configuration):
@@ -594,7 +596,9 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
 
     fields = list(wire.fields_of(data, 0, len(data)))
     versions = [each for each in fields if each.number == wire.MODEL_IR_VERSION]
-    newest = max((wire.varint(data, each.payload, each.end)[0] for each in versions), default=0)
+    newest = max(
+        (wire.read_varint(data, each.payload, each.end)[0] for each in versions), default=0
+    )
     declared = {
         field.start: onnx.DeviceConfigurationProto.FromString(
             bytes(data[field.payload : field.end])
@@ -611,23 +615,23 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
         at for at, each in declared.items() if each.name in replaced
     }
     annotations = {
-        each.node: wire.framed(
+        each.node: wire.frame_payload(
             wire.NODE_CONFIGURATION, annotation_proto(each, configuration.name).SerializeToString()
         )
         for each in configuration.annotations
     }
-    yield wire.encoded(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encoded(
+    yield wire.encode_varint(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encode_varint(
         max(IR_VERSION, newest)
     )
     positions = itertools.count()
     for field in fields:
         if _is(field, wire.MODEL_GRAPH):
             pieces = list(_graph(data, field, replaced, annotations, positions))
-            yield wire.header(wire.MODEL_GRAPH, sum(map(len, pieces)))
+            yield wire.field_header(wire.MODEL_GRAPH, sum(map(len, pieces)))
             yield from pieces
         elif field.start not in dropped:
             yield data[field.start : field.end]
-    yield wire.framed(
+    yield wire.frame_payload(
         wire.MODEL_CONFIGURATION, configuration_proto(configuration).SerializeToString()
     )
 
@@ -666,7 +670,7 @@ def _graph(
             ):
                 pieces.append(data[field.start : field.end])
         pieces.append(annotations.get(next(positions), b""))
-        yield wire.header(wire.GRAPH_NODE, sum(map(len, pieces)))
+        yield wire.field_header(wire.GRAPH_NODE, sum(map(len, pieces)))
         yield from pieces
 
 

@@ -34,16 +34,16 @@ from autopipe.ir.state_names import is_for_state_only
 from autopipe.passes.frontend.derivations import MOVES
 from autopipe.passes.frontend.elements import (
     NUMBERS,
-    external_slice,
-    has_numbers,
-    listed_numbers,
-    stored_numbers,
+    has_data,
+    locate_external_data,
+    read_stored_data,
+    read_varints,
     value_of,
 )
 from autopipe.passes.frontend.folding import Folded
-from autopipe.passes.frontend.load import Source, load, located, opened
-from autopipe.passes.frontend.merged_parameters import NAMESAKE, take_apart
-from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.load import Source, add_path_to_error, load, map_file
+from autopipe.passes.frontend.merged_parameters import NAMESAKE, untie_parameters
+from autopipe.passes.frontend.parameters import TrainingChoice, roles_of
 from autopipe.passes.frontend.protobuf_scan import (
     ATTRIBUTE_TENSOR,
     GRAPH_INITIALIZER,
@@ -51,8 +51,8 @@ from autopipe.passes.frontend.protobuf_scan import (
     MODEL_GRAPH,
     NODE_ATTRIBUTE,
     TENSOR_RAW,
-    framed,
-    header,
+    field_header,
+    frame_payload,
     strip_weights,
 )
 from autopipe.passes.frontend.weights import Weights
@@ -172,10 +172,10 @@ def kept_tensors(
     inside: list[Numbers] = []
     beside: list[Numbers] = []
     for name, tensor in tensors:
-        if name in trained or has_numbers(tensor):
+        if name in trained or has_data(tensor):
             continue
         external = tensor.data_location == tensor.EXTERNAL
-        place = external_slice(tensor, source.path) if external else source.slices.get(name)
+        place = locate_external_data(tensor, source.path) if external else source.slices.get(name)
         if place is not None:
             value = value_of(tensor, name, name)
             is_inside = isinstance(place, VarintSlice) or not place.file
@@ -188,7 +188,7 @@ def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> 
     external file in the same folder.
     """
     if isinstance(place, VarintSlice):
-        listed = listed_numbers(place, model).view(value.dtype.stored).reshape(value.shape)
+        listed = read_varints(place, model).view(value.dtype.stored).reshape(value.shape)
         return Numbers(value, lambda box: listed[box.slices].reshape(box.shape))
     path = model.parent / place.file if place.file else model
 
@@ -232,7 +232,7 @@ def write_model(
             )
     streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
     size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
-    file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
+    file.write(model.SerializeToString() + field_header(MODEL_GRAPH, size))
     # ONNX requires that a node follows the nodes that compute its operands. Constant nodes lack
     # operands, so they can be first.
     for head, tensor in (*nodes, (graph, None), *initializers):
@@ -246,7 +246,7 @@ def _tensor_head(value: Value) -> bytes:
     import onnx
 
     head = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
-    return bytes(head.SerializeToString()) + header(TENSOR_RAW, value.bytes)
+    return bytes(head.SerializeToString()) + field_header(TENSOR_RAW, value.bytes)
 
 
 def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
@@ -258,12 +258,12 @@ def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
 
     if place is None:
         head = _tensor_head(value)
-        return header(GRAPH_INITIALIZER, len(head) + value.bytes) + head
+        return field_header(GRAPH_INITIALIZER, len(head) + value.bytes) + head
     tensor = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, entry in (("location", data), ("offset", place), ("length", value.bytes)):
         tensor.external_data.add(key=key, value=str(entry))
-    return framed(GRAPH_INITIALIZER, tensor.SerializeToString())
+    return frame_payload(GRAPH_INITIALIZER, tensor.SerializeToString())
 
 
 def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
@@ -276,13 +276,13 @@ def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
     attribute = onnx.AttributeProto(
         name="value", type=onnx.AttributeProto.TENSOR
     ).SerializeToString()
-    attribute += header(ATTRIBUTE_TENSOR, len(tensor) + value.bytes) + tensor
+    attribute += field_header(ATTRIBUTE_TENSOR, len(tensor) + value.bytes) + tensor
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
     del bare.attribute[:]
     head: bytes = bare.SerializeToString()
-    head += header(NODE_ATTRIBUTE, len(attribute) + value.bytes) + attribute
-    return header(GRAPH_NODE, len(head) + value.bytes) + head
+    head += field_header(NODE_ATTRIBUTE, len(attribute) + value.bytes) + attribute
+    return field_header(GRAPH_NODE, len(head) + value.bytes) + head
 
 
 FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
@@ -300,7 +300,7 @@ def file_tensors(
     the parameter, if a parameter of `trained` corresponds neither to a tensor nor to such a name,
     or if its tensor has another type or shape.
     """
-    held = Weights(source, roles_of(source), Chosen()).initializers()
+    held = Weights(source, roles_of(source), TrainingChoice()).read_initializers()
     folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
     bases = {
         each.source.value.name: each.source
@@ -394,15 +394,15 @@ def write_trained(
     import onnx
 
     source = load(model)
-    stripped, slices = strip_weights(opened(model))
+    stripped, slices = strip_weights(map_file(model))
     proto = onnx.ModelProto.FromString(stripped)
-    take_apart(
-        proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, model)
+    untie_parameters(
+        proto, source.metadata, lambda tensor: read_stored_data(tensor.name, tensor, slices, model)
     )
     try:
         numbers, lacking = file_tensors(source, proto.graph, trained)
     except ModelError as error:
-        raise located(error, model) from error
+        raise add_path_to_error(error, model) from error
     names = {each.value.name for each in numbers}
     inside, outside = kept_tensors(proto.graph, source, names)
     tensors = (*numbers, *outside, *inside)

@@ -23,10 +23,10 @@ from autopipe.ir.layout import TensorSlice
 from autopipe.ir.state_names import StateNames, is_for_state_only
 from autopipe.ir.words import plural
 from autopipe.passes.export import Numbers, stored_tensor
-from autopipe.passes.frontend.elements import array_of, external_slice, has_numbers, value_of
+from autopipe.passes.frontend.elements import array_of, has_data, locate_external_data, value_of
 from autopipe.passes.frontend.folding import Folded, Layout
 from autopipe.passes.frontend.load import Source, load
-from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.parameters import TrainingChoice, roles_of
 from autopipe.passes.frontend.weights import Held, Weights
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def module_state(
     file's record of the module does not match the file.
     """
     source = load(model)
-    table = Weights(source, roles_of(source), Chosen())
-    held = table.initializers()
+    table = Weights(source, roles_of(source), TrainingChoice())
+    held = table.read_initializers()
     tensors = initializers_of(source)
     state = StateNames.of(source.metadata, tensors)
     plain = {
@@ -140,9 +140,9 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
     value = value_of(tensor, tensor.name, where)
     place: FileSlice | VarintSlice | None = source.slices.get(tensor.name)
     if tensor.data_location == tensor.EXTERNAL:
-        place = external_slice(tensor, source.path)
+        place = locate_external_data(tensor, source.path)
     if place is None:
-        if value.elements and not has_numbers(tensor):
+        if value.elements and not has_data(tensor):
             return None
         return Numbers(value, partial(block, array_of(tensor, where).view(value.dtype.stored)))
     if not isinstance(place, VarintSlice) and place.length != value.bytes:

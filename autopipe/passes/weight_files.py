@@ -22,10 +22,10 @@ from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Par
 from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.state_names import StateNames, module_name
 from autopipe.passes.export import FIXED, Numbers, stored_tensor
-from autopipe.passes.frontend.elements import stored_numbers
-from autopipe.passes.frontend.folding import Folded, Layout, folded_numbers
+from autopipe.passes.frontend.elements import read_stored_data
+from autopipe.passes.frontend.folding import Folded, Layout, read_folded_data
 from autopipe.passes.frontend.load import Source, load
-from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.parameters import TrainingChoice, roles_of
 from autopipe.passes.frontend.weights import Weights
 from autopipe.passes.module_state import (
     block,
@@ -82,7 +82,7 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     ConfigurationError if a file cannot be read.
     """
     source = load(model)
-    table = Weights(source, roles_of(source), Chosen())
+    table = Weights(source, roles_of(source), TrainingChoice())
     kept = _kept(table)
     stored: Mapping[str, Numbers]
     if is_safetensors(weights):
@@ -96,7 +96,7 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     entered: set[str] | None = None
     if state is not None:
         entries = recorded_entries(stored, state, weights)
-        held = table.initializers()
+        held = table.read_initializers()
         unread = dict(unread_tensors(source))
         entered = {graph_name(tensor, held) for tensor in state.names.values()}
         for tensor, numbers in entries.by_tensor.items():
@@ -151,7 +151,7 @@ def _kept(table: Weights) -> dict[str, Parameter]:
     its parameters, and its constants as untrained parameters.
     """
     found: dict[str, Parameter] = {}
-    for each in table.initializers().values():
+    for each in table.read_initializers().values():
         held = each.source if isinstance(each, Folded) else each
         if isinstance(held, Constant):
             held = Parameter(held.value, Fill(0.0), trainable=False)
@@ -243,7 +243,7 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
     needed: the names of its trained parameters and running statistics.
     """
     source = load(path)
-    table = Weights(source, roles_of(source), Chosen())
+    table = Weights(source, roles_of(source), TrainingChoice())
     tensors = initializers_of(source)
     found: dict[str, Numbers] = {}
     needed: set[str] = set()
@@ -259,7 +259,7 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
             numbers = stored_tensor(each.value, each.storage, path)
         else:
             tensor = tensors.get(name)
-            array = None if tensor is None else stored_numbers(name, tensor, source.slices, path)
+            array = None if tensor is None else read_stored_data(name, tensor, source.slices, path)
             numbers = None if array is None else Numbers(each.value, partial(block, array))
         if numbers is None:
             continue
@@ -273,7 +273,7 @@ def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
     """Return a parameter that is computed from a tensor of the ONNX file `path`; None if the
     element type of the tensor cannot be read.
     """
-    array = folded_numbers(parameter, path)
+    array = read_folded_data(parameter, path)
     return None if array is None else Numbers(parameter.value, partial(block, array))
 
 
@@ -282,8 +282,8 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
     file `model`, for each parameter whose layouts differ.
     """
     source = load(model)
-    table = Weights(source, roles_of(source), Chosen())
-    table.initializers()
+    table = Weights(source, roles_of(source), TrainingChoice())
+    table.read_initializers()
     return table.layouts
 
 

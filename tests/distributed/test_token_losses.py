@@ -17,7 +17,7 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.training import Training
-from autopipe.passes.frontend.token_loss import summed_over_labels
+from autopipe.passes.frontend.token_loss import sum_loss_over_labels
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import (
@@ -48,7 +48,7 @@ def model() -> tuple[Graph, str]:
     loss = builder.node(
         "SoftmaxCrossEntropyLoss", scores, labels, ignore_index=IGNORED, reduction="mean"
     )
-    return summed_over_labels(builder.graph(loss), loss)
+    return sum_loss_over_labels(builder.graph(loss), loss)
 
 
 def batch() -> dict[str, np.ndarray]:
@@ -148,4 +148,4 @@ def test_other_losses_are_refused() -> None:
         ConfigurationError,
         match=r"tokens requires a mean cross-entropy over labels, but the loss .* ReduceMean",
     ):
-        summed_over_labels(builder.graph(loss), loss)
+        sum_loss_over_labels(builder.graph(loss), loss)

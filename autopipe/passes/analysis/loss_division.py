@@ -16,7 +16,7 @@ from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
 from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_total_outputs
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend.input_shapes import has_fixed_batch
-from autopipe.passes.frontend.loss import leaves_out
+from autopipe.passes.frontend.loss import may_ignore_labels
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
 
@@ -150,7 +150,7 @@ def _depends_on_division(graph: Graph, node: Node, form: LossForm | None) -> boo
     if any(node.inputs[2:3]):
         divisor = None if form is None or form.ratio is None else form.ratio.divisor
         return divisor is None or divisor.total != node.name
-    return leaves_out(graph, node)
+    return may_ignore_labels(graph, node)
 
 
 def with_loss_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:

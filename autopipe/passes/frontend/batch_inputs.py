@@ -66,7 +66,7 @@ def infer_batch_axes(
     trial = {name: batch_size if name in inputs_of_size else _TRIAL_SIZE for name in symbols}
     try:
         graph = read(bind_inputs(inputs, {**trial, **dims}, None, without_axes))
-        mixing = {size: _mixing(graph, names) for size, names in inputs_of_size.items()}
+        mixing = {size: _measure_mixing(graph, names) for size, names in inputs_of_size.items()}
     except AutopipeError:
         if trial.keys() <= dims.keys():
             raise
@@ -100,7 +100,7 @@ def _is_readable(
     return True
 
 
-def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
+def _measure_mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
     """Return (nodes, dimension) for axis 0 of the inputs `names`: the number of nodes that combine
     elements along this axis, and the smallest dimension of an output that the axis becomes.
 
@@ -116,7 +116,7 @@ def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
     for index, node in enumerate(graph.nodes):
         operator = operator_of(node)
         kinds = {each.kind for each in axes.nodes[index]} - {AxisKind.PARALLEL}
-        if operator is None or (not kinds and not _carries(axes, graph, index)):
+        if operator is None or (not kinds and not _has_batch_value(axes, graph, index)):
             continue
         is_lookup = bool(kinds) and operator.kind == "memory"
         if (
@@ -130,7 +130,7 @@ def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
     return count, min(dimensions, default=0)
 
 
-def _carries(axes: BatchAxes, graph: Graph, index: int) -> bool:
+def _has_batch_value(axes: BatchAxes, graph: Graph, index: int) -> bool:
     """True if node `index` reads or writes a value that has a batch dimension in `axes`."""
     node = graph.nodes[index]
     return any(name in axes.values for name in (*node.inputs, *node.outputs))

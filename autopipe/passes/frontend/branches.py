@@ -32,7 +32,7 @@ class Branch:
     flops: float
 
 
-def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
+def find_branches(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
     """Return the branches of a graph that can run in parallel with each other, in the order of
     their first nodes; () if there are fewer than two.
 
@@ -46,13 +46,13 @@ def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
     heavy = [index for index, count in enumerate(flops) if total and count >= MIN_NODE_WORK * total]
     if len(heavy) < 2:
         return ()
-    before = _heavy_relatives(graph, heavy)
-    after = _heavy_relatives(graph, heavy, backwards=True)
+    before = _heavy_dependencies(graph, heavy)
+    after = _heavy_dependencies(graph, heavy, backwards=True)
     weights = np.asarray([flops[index] for index in heavy])
     parallel = weights.sum() - (before | after) @ weights
     positions = {index: position for position, index in enumerate(heavy)}
     found: list[tuple[Branch, list[int]]] = []
-    for nodes in _components(
+    for nodes in _connected_components(
         graph,
         [
             index
@@ -70,7 +70,7 @@ def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
     return tuple(branch for branch, _ in found) if len(found) > 1 else ()
 
 
-def _heavy_relatives(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
+def _heavy_dependencies(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
     """Return a boolean table [nodes, heavy nodes]. Entry (i, j) is true if node i depends on node
     `heavy[j]` or is that node; with `backwards`, if `heavy[j]` depends on node i or is that node.
     """
@@ -87,7 +87,7 @@ def _heavy_relatives(graph: Graph, heavy: list[int], backwards: bool = False) ->
     return table
 
 
-def _components(graph: Graph, nodes: list[int]) -> list[list[int]]:
+def _connected_components(graph: Graph, nodes: list[int]) -> list[list[int]]:
     """Return the connected components of `nodes` (ascending indices), each ascending, in the order
     of their first nodes.
 

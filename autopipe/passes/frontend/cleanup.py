@@ -1,7 +1,7 @@
 """Passes that simplify a graph.
 
-`cleaned` does not change results: it removes Identity nodes that only rename outputs, repeated
-computations, unread values, and gathers that only broadcast. `at_inference` turns a graph that was
+`clean_graph` does not change results: it removes Identity nodes that only rename outputs, repeated
+computations, unread values, and gathers that only broadcast. `convert_to_inference` turns a graph that was
 exported in training mode into a graph for inference.
 """
 
@@ -37,7 +37,7 @@ UNPACKING = frozenset({"Unpack", "DequantizeLinear"})
 """Operators that convert packed or quantised parameters to floating-point values."""
 
 
-def with_plain_gathers(graph: Graph) -> Graph:
+def replace_broadcast_gathers(graph: Graph) -> Graph:
     """Return the graph in which Reshape and Expand replace each Gather and GatherND that only
     broadcasts its data.
 
@@ -52,7 +52,7 @@ def with_plain_gathers(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
         is_gather = node.op in GATHERS and not node.domain
-        shape = _expanded_shape(graph, known, node) if is_gather else None
+        shape = _shape_before_expand(graph, known, node) if is_gather else None
         if shape is None:
             nodes.append(node)
             continue
@@ -72,7 +72,7 @@ def with_plain_gathers(graph: Graph) -> Graph:
     return edit.build(nodes)
 
 
-def with_indices_from_start(graph: Graph) -> Graph:
+def make_indices_nonnegative(graph: Graph) -> Graph:
     """Return the graph in which each Gather whose indices are differences, such as widths of boxes,
     reads indices that are not negative.
 
@@ -139,7 +139,7 @@ def _is_difference(graph: Graph, name: str) -> bool:
     return False
 
 
-def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
+def _shape_before_expand(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
     """Return the shape to which the data of the gather `node` are reshaped so that an Expand yields
     the result. Returns None if a Reshape and an Expand cannot replace the gather, or if its
     analysis exceeds the budget of `known`.
@@ -151,11 +151,11 @@ def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[in
     if graph.parameter(data.name) is not None or not data.elements:
         return None
     indices = known.array(node.inputs[1])
-    if indices is None or not known.inference.operations.takes(
+    if indices is None or not known.inference.operations.spend(
         _OPERATIONS_PER_INDEX * indices.size
     ):
         return None
-    found = _rows(node, data.shape, indices)
+    found = _addressed_rows(node, data.shape, indices)
     if found is None:
         return None
     before, rows, after = found
@@ -163,11 +163,11 @@ def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[in
         return None
     if not result.elements:
         return (1,) * len(result.shape) if data.elements == 1 else None
-    shape = _range_shape(rows, data.elements // (math.prod(before) * math.prod(after)))
+    shape = _shape_of_broadcast_range(rows, data.elements // (math.prod(before) * math.prod(after)))
     return None if shape is None else (*before, *shape, *after)
 
 
-def _range_shape(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
+def _shape_of_broadcast_range(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
     """Return the shape in which the integers 0 … count − 1, in order, broadcast to the array
     `rows`; None if there is no such shape. `rows` must not be empty.
     """
@@ -185,7 +185,7 @@ def _range_shape(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
     return shape if np.array_equal(rows, expected) else None
 
 
-def _rows(
+def _addressed_rows(
     node: Node, shape: tuple[int, ...], indices: np.ndarray
 ) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...]] | None:
     """Return (before, rows, after) for a gather with known `indices` from data of shape `shape`.
@@ -223,7 +223,7 @@ def _rows(
     return shape[:axis], rows, shape[axis + len(limits) :]
 
 
-def with_late_weights(graph: Graph) -> Graph:
+def move_unpacking_to_readers(graph: Graph) -> Graph:
     """Return the graph in which nodes that unpack or dequantise parameters stand right before the
     first node that reads their results.
 
@@ -246,13 +246,13 @@ def with_late_weights(graph: Graph) -> Graph:
         ):
             waiting[node.outputs[0]] = node
             continue
-        nodes.extend(_take(waiting, node.inputs))
+        nodes.extend(_pop_dependencies(waiting, node.inputs))
         nodes.append(node)
-    nodes.extend(_take(waiting, graph.outputs))
-    return with_nodes(graph, nodes) if tuple(nodes) != graph.nodes else graph
+    nodes.extend(_pop_dependencies(waiting, graph.outputs))
+    return replace_nodes(graph, nodes) if tuple(nodes) != graph.nodes else graph
 
 
-def _take(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
+def _pop_dependencies(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
     """Remove from `waiting` the nodes on which the values `names` depend, and return them in
     topological order. `waiting` maps the name of a result to the node that writes it.
     """
@@ -269,17 +269,17 @@ def _take(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
     return found
 
 
-def cleaned(graph: Graph) -> Graph:
+def clean_graph(graph: Graph) -> Graph:
     """Return a graph with the same results, after the passes of this module that every graph goes
     through. They replace gathers that only broadcast, make indices non-negative, drop Identity
     nodes before outputs, merge equal constants and nodes, remove unread nodes, and move unpacking
     right before its use. Parameters on which an output depends are unchanged.
     """
-    plain = with_indices_from_start(with_plain_gathers(with_named_outputs(graph)))
-    return with_late_weights(without_unread(without_repeats(merged_constants(plain))))
+    plain = make_indices_nonnegative(replace_broadcast_gathers(drop_output_identities(graph)))
+    return move_unpacking_to_readers(remove_unread(merge_equal_nodes(merge_equal_constants(plain))))
 
 
-def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
+def replace_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """Return the graph with `nodes` in place of its nodes. The graph must already have the types of
     the values that `nodes` write.
     """
@@ -288,14 +288,14 @@ def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
     return dataclasses.replace(graph, nodes=nodes, values=values)
 
 
-def _reading(node: Node, names: dict[str, str]) -> Node:
+def _rename_operands(node: Node, names: dict[str, str]) -> Node:
     """Return the node with each operand x that is a key of `names` replaced by `names[x]`."""
     if names.keys().isdisjoint(node.inputs):
         return node
     return dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
 
 
-def with_named_outputs(graph: Graph) -> Graph:
+def drop_output_identities(graph: Graph) -> Graph:
     """Return the graph without Identity nodes that only give a value the name of an output. The
     node that computes the value writes the output itself.
     """
@@ -313,18 +313,19 @@ def with_named_outputs(graph: Graph) -> Graph:
             kept.append(node)
     if not names:
         return graph
-    return with_nodes(
+    return replace_nodes(
         graph,
         (
             dataclasses.replace(
-                _reading(node, names), outputs=tuple(names.get(name, name) for name in node.outputs)
+                _rename_operands(node, names),
+                outputs=tuple(names.get(name, name) for name in node.outputs),
             )
             for node in kept
         ),
     )
 
 
-def without_repeats(graph: Graph) -> Graph:
+def merge_equal_nodes(graph: Graph) -> Graph:
     """Return the graph with only the first of several nodes that have the same operator, operands
     and attributes. Nodes that draw random numbers, loops, and nodes that write an output are kept.
     """
@@ -333,7 +334,7 @@ def without_repeats(graph: Graph) -> Graph:
     kept: list[Node] = []
     results = frozenset(graph.outputs)
     for node in graph.nodes:
-        node = _reading(node, names)
+        node = _rename_operands(node, names)
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
         earlier = (
             first.setdefault(key, node) if node.op not in RANDOM and node.body is None else node
@@ -342,10 +343,10 @@ def without_repeats(graph: Graph) -> Graph:
             kept.append(node)
         else:
             names.update(zip(node.outputs, earlier.outputs, strict=True))
-    return with_nodes(graph, kept)
+    return replace_nodes(graph, kept)
 
 
-def merged_constants(graph: Graph) -> Graph:
+def merge_equal_constants(graph: Graph) -> Graph:
     """Return the graph in which, of several equal constants, nodes read only the first. Parameters
     are not merged.
     """
@@ -356,10 +357,12 @@ def merged_constants(graph: Graph) -> Graph:
         kept = first.setdefault(key, constant.value.name)
         if kept != constant.value.name:
             names[constant.value.name] = kept
-    return dataclasses.replace(graph, nodes=tuple(_reading(node, names) for node in graph.nodes))
+    return dataclasses.replace(
+        graph, nodes=tuple(_rename_operands(node, names) for node in graph.nodes)
+    )
 
 
-def without_unread(graph: Graph) -> Graph:
+def remove_unread(graph: Graph) -> Graph:
     """Return the graph without nodes, parameters and constants on which no output depends. This
     includes states and results of loops.
     """
@@ -367,12 +370,12 @@ def without_unread(graph: Graph) -> Graph:
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outputs):
-            node = node if node.body is None else _read_results(node, needed)
+            node = node if node.body is None else _prune_loop(node, needed)
             kept.append(node)
             needed.update(node.inputs)
             needed.discard("")  # An absent operand has the name "".
     return dataclasses.replace(
-        with_nodes(graph, reversed(kept)),
+        replace_nodes(graph, reversed(kept)),
         parameters=tuple(
             parameter for parameter in graph.parameters if parameter.value.name in needed
         ),
@@ -380,7 +383,7 @@ def without_unread(graph: Graph) -> Graph:
     )
 
 
-def _read_results(loop: Node, needed: set[str]) -> Node:
+def _prune_loop(loop: Node, needed: set[str]) -> Node:
     """Return the node `loop` without the states and results that nothing needs. `needed` has the
     names of values that are outputs of the graph or that nodes after the loop read.
     """
@@ -389,7 +392,7 @@ def _read_results(loop: Node, needed: set[str]) -> Node:
     names = [value.name for value in body.inputs]
     kept = {index for index, name in enumerate(loop.outputs) if name in needed}
     while True:
-        smaller = without_unread(
+        smaller = remove_unread(
             dataclasses.replace(body, outputs=tuple(body.outputs[index] for index in sorted(kept)))
         )
         read = {*smaller.outputs, *(name for node in smaller.nodes for name in node.inputs)}
@@ -428,14 +431,14 @@ def _read_results(loop: Node, needed: set[str]) -> Node:
     )
 
 
-def at_inference(graph: Graph) -> Graph:
+def convert_to_inference(graph: Graph) -> Graph:
     """Return the graph for inference: without Dropout, and with running statistics in each
     BatchNormalization. Returns the graph itself if nothing changes.
     """
-    return _without_batch_statistics(without_dropout(graph))
+    return _use_running_statistics(remove_dropout(graph))
 
 
-def without_dropout(graph: Graph) -> Graph:
+def remove_dropout(graph: Graph) -> Graph:
     """Return the graph without Dropout nodes that drop elements; the graph itself if it has none. A
     Dropout whose mask is used is kept, but drops nothing (`is_test` = 1).
     """
@@ -454,10 +457,10 @@ def without_dropout(graph: Graph) -> Graph:
             names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
     if tuple(kept) == graph.nodes:
         return graph
-    return without_unread(with_nodes(graph, (_reading(node, names) for node in kept)))
+    return remove_unread(replace_nodes(graph, (_rename_operands(node, names) for node in kept)))
 
 
-def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
+def remove_idle_stops(graph: Graph, trains: bool = True) -> Graph:
     """Return the graph without StopGradient nodes that stop no gradient; the graph itself if
     nothing changes.
 
@@ -478,7 +481,7 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
             computed.update(node.outputs)
         if node.op == STOP_GRADIENT and node.inputs[0] not in computed:
             same = node.inputs[0]
-        elif node.op == "Where" and names and (choice := _only_choice(graph, node, names)):
+        elif node.op == "Where" and names and (choice := _common_choice(graph, node, names)):
             same = choice
         else:
             kept.append(node)
@@ -489,10 +492,10 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
             names[node.outputs[0]] = names.get(same, same)
     if tuple(kept) == graph.nodes:
         return graph
-    return without_unread(with_nodes(graph, (_reading(node, names) for node in kept)))
+    return remove_unread(replace_nodes(graph, (_rename_operands(node, names) for node in kept)))
 
 
-def _only_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
+def _common_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
     """Return the value that the node, a Where, returns in any case, or "" if there is none. `names`
     maps names of operands to the values that replace them. There is such a value if both operands
     are the same value and the Where does not broadcast it.
@@ -502,7 +505,7 @@ def _only_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
     return first if is_same else ""
 
 
-def _without_batch_statistics(graph: Graph) -> Graph:
+def _use_running_statistics(graph: Graph) -> Graph:
     """Return the graph in which each BatchNormalization in training mode uses its running
     statistics. A node whose updated statistics are read is unchanged.
     """
@@ -518,7 +521,7 @@ def _without_batch_statistics(graph: Graph) -> Graph:
         else:
             settings = tuple(each for each in node.attributes if each[0] != "training_mode")
             kept.append(dataclasses.replace(node, outputs=node.outputs[:1], attributes=settings))
-    return graph if tuple(kept) == graph.nodes else with_nodes(graph, kept)
+    return graph if tuple(kept) == graph.nodes else replace_nodes(graph, kept)
 
 
 def _is_used(graph: Graph, name: str) -> bool:

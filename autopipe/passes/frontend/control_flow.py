@@ -23,9 +23,9 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
 from autopipe.ir.words import plural
-from autopipe.passes.frontend.elements import made_node
-from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
-from autopipe.passes.frontend.sequences import empty, truth
+from autopipe.passes.frontend.elements import replacement_node
+from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, body_tensor_key
+from autopipe.passes.frontend.sequences import boolean_constant, empty_tensor_nodes
 
 if TYPE_CHECKING:
     import onnx
@@ -70,7 +70,7 @@ def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
-def reads(node: onnx.NodeProto) -> Iterator[str]:
+def read_names(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the names of the values that a node and its bodies read. The names include values that
     the bodies themselves write.
     """
@@ -78,10 +78,10 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
     for graph in bodies_of(node):
         yield from (each.name for each in graph.output)
         for inner in graph.node:
-            yield from reads(inner)
+            yield from read_names(inner)
 
 
-def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
+def _defined_names(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
     """Yield the names that a body defines: inputs, initializers and results of nodes. With `deep`,
     also yield the names that bodies within it define.
     """
@@ -90,27 +90,27 @@ def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
         yield from filter(None, node.output)
         if deep:
             for inner in bodies_of(node):
-                yield from _written(inner, deep)
+                yield from _defined_names(inner, deep)
 
 
-def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) -> None:
+def hoist_from_bodies(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) -> None:
     """Make names in bodies of control flow unique, and move initializers and Constant nodes out of
     the bodies. Changes `graph` in place.
 
     Each value that a body defines gets a name that is unique in the file. Constant nodes are
     appended to the nodes of `graph`, initializers to its initializers. `slices` has the location of
     tensor data in the file. For a tensor of a body, its key is the result of
-    `protobuf_scan.nested`; the new name replaces this key. Raises ModelError if bodies are nested
+    `protobuf_scan.body_tensor_key`; the new name replaces this key. Raises ModelError if bodies are nested
     more than `DEEPEST_BODY` deep or have sparse weights.
     """
     if any(node.op_type in CONTROL_OPERATORS for node in graph.node):
-        _Hoist(graph, slices, set(_written(graph, deep=False))).run()
+        _BodyHoister(graph, slices, set(_defined_names(graph, deep=False))).run()
 
 
 @dataclass(slots=True)
-class _Hoist:
+class _BodyHoister:
     """Makes the names of values in bodies unique, and moves initializers and Constant nodes of
-    bodies to the graph `top` (see `hoist`).
+    bodies to the graph `top` (see `hoist_from_bodies`).
     """
 
     top: onnx.GraphProto
@@ -139,13 +139,13 @@ class _Hoist:
                 )
             number = next(numbers)
             names = dict(outside)
-            for name in dict.fromkeys(_written(graph, deep=False)):
+            for name in dict.fromkeys(_defined_names(graph, deep=False)):
                 unique = name
                 while unique in self.taken:
                     unique = f"{name}/{next(counts)}"
                 self.taken.add(unique)
                 names[name] = unique
-                if (location := self.slices.pop(nested(number, name), None)) is not None:
+                if (location := self.slices.pop(body_tensor_key(number, name), None)) is not None:
                     self.slices[unique] = location
             del graph.value_info[:]
             for value in itertools.chain(graph.input, graph.output, graph.initializer):
@@ -155,7 +155,7 @@ class _Hoist:
             nodes = list(graph.node)
             del graph.node[:]
             for node in nodes:
-                _rename(node, names)
+                _rename_values(node, names)
                 visit(node, names, depth)
                 is_constant = node.op_type == "Constant" and node.domain in ("", "ai.onnx")
                 (self.top if is_constant else graph).node.append(node)
@@ -173,7 +173,7 @@ class _Hoist:
             visit(node, {}, 0)
 
 
-def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+def _rename_values(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
     """Replace the names of operands and results of the node in place."""
     node.input[:] = [names.get(name, name) for name in node.input]
     node.output[:] = [names.get(name, name) for name in node.output]
@@ -292,14 +292,16 @@ def replace_control_flow(
             where=where,
         )
     if node.op_type == "If":
-        return _if(node, operands[0], [bodies[name] for name in needed], reader, where)
-    repeat = _Unrolling(node, bodies["body"], reader, where)
-    return {"Loop": repeat.loop, "Scan": repeat.scan, "SequenceMap": repeat.map}[node.op_type](
-        operands
-    )
+        return _replace_if(node, operands[0], [bodies[name] for name in needed], reader, where)
+    repeat = _LoopUnroller(node, bodies["body"], reader, where)
+    return {
+        "Loop": repeat.replace_loop,
+        "Scan": repeat.replace_scan,
+        "SequenceMap": repeat.replace_sequence_map,
+    }[node.op_type](operands)
 
 
-def _if(
+def _replace_if(
     node: onnx.NodeProto,
     condition: str,
     branches: list[onnx.GraphProto],
@@ -322,7 +324,7 @@ def _if(
         taken = branches[0 if data.all() else 1]
         yield from reader.order(taken)
         for name, result in zip(node.output, taken.output, strict=True):
-            yield made_node(node, "Identity", [result.name], [name])
+            yield replacement_node(node, "Identity", [result.name], [name])
         return
     if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MAX_BRANCH_NODES:
         raise ModelError(
@@ -337,10 +339,10 @@ def _if(
     for name, first, second in zip(
         node.output, branches[0].output, branches[1].output, strict=True
     ):
-        yield from _select(node, condition, first.name, second.name, name, reader, where)
+        yield from _select_result(node, condition, first.name, second.name, name, reader, where)
 
 
-def _select(
+def _select_result(
     node: onnx.NodeProto,
     condition: str,
     first: str,
@@ -362,8 +364,8 @@ def _select(
     ):
         names = [f"{result}/{number}" for number in range(len(first_tensors))]
         for pair in zip(first_tensors, second_tensors, names, strict=True):
-            yield from _select(node, condition, *pair, reader, where)
-        yield made_node(node, "SequenceConstruct", names, [result])
+            yield from _select_result(node, condition, *pair, reader, where)
+        yield replacement_node(node, "SequenceConstruct", names, [result])
         return
     types = [reader.type_of(each) for each in (first, second)]
     condition_type = reader.type_of(condition)
@@ -388,23 +390,25 @@ def _select(
         and second_data is not None
         and np.array_equal(first_data, second_data)
     ):
-        yield made_node(node, "Identity", [first], [result])
+        yield replacement_node(node, "Identity", [first], [result])
         return
     if condition_type.shape:
-        yield made_node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
-        yield made_node(node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"])
+        yield replacement_node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
+        yield replacement_node(
+            node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"]
+        )
         condition = f"{result}/condition"
     if types[0] is None or types[0].dtype is not DType.BOOL:
-        yield made_node(node, "Where", [condition, first, second], [result])
+        yield replacement_node(node, "Where", [condition, first, second], [result])
         return
     parts = [f"{result}/{each}" for each in ("not", "first", "second")]
-    yield made_node(node, "Not", [condition], parts[:1])
-    yield made_node(node, "And", [condition, first], parts[1:2])
-    yield made_node(node, "And", [parts[0], second], parts[2:])
-    yield made_node(node, "Or", parts[1:], [result])
+    yield replacement_node(node, "Not", [condition], parts[:1])
+    yield replacement_node(node, "And", [condition, first], parts[1:2])
+    yield replacement_node(node, "And", [parts[0], second], parts[2:])
+    yield replacement_node(node, "Or", parts[1:], [result])
 
 
-class _Unrolling:
+class _LoopUnroller:
     """Unrolls one loop (Loop, Scan or SequenceMap) into copies of its body. In the copy for
     iteration i, value NAME of the body is called `TITLE/i/NAME`.
     """
@@ -419,14 +423,14 @@ class _Unrolling:
         self.title = next(filter(None, node.output))
         self.nodes = reader.order(body)
         self.size = sum(1 for _ in nodes_within(self.nodes)) + 1
-        self.own = list(_written(body, deep=True))
+        self.own = list(_defined_names(body, deep=True))
         self.iterations = 0
         """Number of iterations unrolled so far."""
         self.unkept_reason = ""
-        """The reason why the loop cannot be kept as one operator; "" unless `_keep` has found one.
+        """The reason why the loop cannot be kept as one operator; "" unless `_keep_as_operator` has found one.
         """
 
-    def iterate(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
+    def unroll_iteration(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes of the next iteration, whose body reads the values `inputs`. Afterwards,
         `self.results` has the names of the body's outputs in this iteration.
 
@@ -461,46 +465,46 @@ class _Unrolling:
         names = {name: f"{self.title}/{self.iterations}/{name}" for name in self.own}
         names.update(zip((each.name for each in self.body.input), inputs, strict=True))
         for each in self.nodes:
-            yield _copied(each, names)
+            yield _copy_with_names(each, names)
         self.results = [names.get(each.name, each.name) for each in self.body.output]
         self.iterations += 1
 
-    def loop(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+    def replace_loop(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes that replace a Loop: copies of its body, or the nodes after the loop
         operator if the loop is kept.
         """
         most, condition, *carried = (*operands, "", "")[: max(len(operands), 2)]
         stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
-        limit = self._number(most) if most else None
+        limit = self._known_integer(most) if most else None
         if most and limit is None:
-            raise self._unbounded("the iteration count depends on data")
+            raise self._unknown_count_error("the iteration count depends on data")
         alive = ""
         inner = carried
         ends = condition
-        going = self._number(condition) if condition else 1
-        if limit is not None and going and self._is_long(limit):
-            kept = self._keep(limit, carried, [], [(0, False)] * len(stacked))
+        going = self._known_integer(condition) if condition else 1
+        if limit is not None and going and self._should_keep(limit):
+            kept = self._keep_as_operator(limit, carried, [], [(0, False)] * len(stacked))
             if kept is not None:
                 yield from kept
                 return
         while going != 0 and (limit is None or self.iterations < limit):
             if going is None:
                 if stacked or self.iterations >= MAX_MASKED_ITERATIONS:
-                    raise self._unbounded(
+                    raise self._unknown_count_error(
                         "the end of the loop depends on data, and the loop has scan outputs or "
                         f"more than {MAX_MASKED_ITERATIONS} iterations"
                     )
                 last = alive
                 alive = f"{self.title}/{self.iterations}/alive"
-                yield made_node(
+                yield replacement_node(
                     self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive]
                 )
             number, still = (
                 f"{self.title}/{self.iterations}/{each}" for each in ("number", "going")
             )
-            yield made_node(self.node, "Constant", [], [number], value_int=self.iterations)
-            yield truth(self.node, still, True)
-            yield from self.iterate([number, still, *inner])
+            yield replacement_node(self.node, "Constant", [], [number], value_int=self.iterations)
+            yield boolean_constant(self.node, still, True)
+            yield from self.unroll_iteration([number, still, *inner])
             ends, *results = self.results
             inner = results[: len(carried)]
             results = results[len(carried) :]
@@ -508,7 +512,7 @@ class _Unrolling:
             carried = [f"{alive}/{place}" for place in range(len(inner))] if alive else inner
             if alive:
                 for names in zip(inner, old, carried, strict=True):
-                    yield from _select(self.node, alive, *names, self.reader, self.where)
+                    yield from _select_result(self.node, alive, *names, self.reader, self.where)
                 # The next iteration may read the body's result directly if its data are known, such
                 # as a counter: states that a finished loop computes are never selected. Known data
                 # let the next iteration be evaluated while the file is read.
@@ -518,11 +522,13 @@ class _Unrolling:
                 ]
             for found, name in zip(stacked, results, strict=True):
                 found.append(name)
-            going = self._number(ends)
-        yield from self._outputs(carried)
-        yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
+            going = self._known_integer(ends)
+        yield from self._name_final_states(carried)
+        yield from self._stack_scan_outputs(
+            list(self.node.output[len(carried) :]), stacked, [0] * len(stacked)
+        )
 
-    def _unbounded(self, reason: str) -> ModelError:
+    def _unknown_count_error(self, reason: str) -> ModelError:
         """Return the error of a loop whose iteration count or end depends on data."""
         return ModelError(
             reason,
@@ -531,15 +537,15 @@ class _Unrolling:
             where=self.where,
         )
 
-    def _outputs(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
+    def _name_final_states(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes that give the final loop-carried states the names of the loop's
         outputs.
         """
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
-                yield made_node(self.node, "Identity", [result], [name])
+                yield replacement_node(self.node, "Identity", [result], [name])
 
-    def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+    def replace_scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes that replace a Scan: copies of its body, or the nodes after the loop
         operator if the loop is kept.
         """
@@ -561,12 +567,12 @@ class _Unrolling:
         gathered = list(self.node.output[len(carried) :])
         steps = []
         axes, backward = (
-            _listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions")
+            _scan_attribute(stated, f"scan_input_{each}", count) for each in ("axes", "directions")
         )
         counts = self._iteration_counts(scanned, axes)
-        if len(counts) == 1 and self._is_long(next(iter(counts))):
+        if len(counts) == 1 and self._should_keep(next(iter(counts))):
             ways = (
-                _listed(stated, f"scan_output_{each}", len(gathered))
+                _scan_attribute(stated, f"scan_output_{each}", len(gathered))
                 for each in ("axes", "directions")
             )
             slices = [
@@ -574,12 +580,16 @@ class _Unrolling:
                 for name, axis, back in zip(scanned, axes, backward, strict=True)
             ]
             outward = [(axis, bool(back)) for axis, back in zip(*ways, strict=True)]
-            if (kept := self._keep(next(iter(counts)), carried, slices, outward)) is not None:
+            if (
+                kept := self._keep_as_operator(next(iter(counts)), carried, slices, outward)
+            ) is not None:
                 yield from kept
                 return
         for place, (name, axis, back) in enumerate(zip(scanned, axes, backward, strict=True)):
             parts = f"{self.title}/steps{place}"
-            yield made_node(self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0)
+            yield replacement_node(
+                self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0
+            )
             rows = self.reader.sequences[parts]
             steps.append(rows[::-1] if back else rows)
         if len({len(each) for each in steps}) > 1:
@@ -590,19 +600,19 @@ class _Unrolling:
             )
         stacked: list[list[str]] = [[] for _ in gathered]
         for each in zip(*steps, strict=True):
-            yield from self.iterate([*carried, *each])
+            yield from self.unroll_iteration([*carried, *each])
             carried = self.results[: len(carried)]
             for found, name in zip(stacked, self.results[len(carried) :], strict=True):
                 found.append(name)
-        yield from self._outputs(carried)
-        backward = _listed(stated, "scan_output_directions", len(gathered))
+        yield from self._name_final_states(carried)
+        backward = _scan_attribute(stated, "scan_output_directions", len(gathered))
         for found, back in zip(stacked, backward, strict=True):
             found[:] = found[::-1] if back else found
-        yield from self._stacks(
-            gathered, stacked, _listed(stated, "scan_output_axes", len(gathered))
+        yield from self._stack_scan_outputs(
+            gathered, stacked, _scan_attribute(stated, "scan_output_axes", len(gathered))
         )
 
-    def map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+    def replace_sequence_map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes that replace a SequenceMap: a copy of its body per element, and one
         SequenceConstruct per output.
         """
@@ -615,7 +625,7 @@ class _Unrolling:
             )
         found: list[list[str]] = [[] for _ in self.node.output]
         for number in range(len(given[0])):
-            yield from self.iterate(
+            yield from self.unroll_iteration(
                 [
                     name if each is None else each[number]
                     for name, each in zip(operands, given, strict=True)
@@ -624,9 +634,9 @@ class _Unrolling:
             for gathered, name in zip(found, self.results, strict=True):
                 gathered.append(name)
         for name, gathered in zip(self.node.output, found, strict=True):
-            yield made_node(self.node, "SequenceConstruct", gathered, [name])
+            yield replacement_node(self.node, "SequenceConstruct", gathered, [name])
 
-    def _is_long(self, count: int) -> bool:
+    def _should_keep(self, count: int) -> bool:
         """True if a loop of `count` iterations would be unrolled into more than
         `MAX_UNROLLED_NODES` nodes, and is short enough to be kept as one operator.
         """
@@ -646,7 +656,7 @@ class _Unrolling:
             )
         return found if min(found) >= 0 else set()
 
-    def _keep(
+    def _keep_as_operator(
         self,
         count: int,
         carried: list[str],
@@ -670,7 +680,9 @@ class _Unrolling:
             len(inputs) != counted + len(carried) + len(scanned)
             or len(results) != len(self.node.output) + counted // 2
         ):
-            return None  # The caller then unrolls the loop, and `iterate` raises the error.
+            return (
+                None  # The caller then unrolls the loop, and `unroll_iteration` raises the error.
+            )
         copies = {name: f"{self.title}/run/{name}" for name in self.own}
         nodes = list(self.nodes)
         ends = results[: counted // 2]
@@ -687,7 +699,9 @@ class _Unrolling:
                 source = same[source]
             if source == name:
                 copies[name] = operand
-                behind += [made_node(self.node, "Identity", [operand], [output])] if output else []
+                behind += (
+                    [replacement_node(self.node, "Identity", [operand], [output])] if output else []
+                )
             else:
                 changing.append((operand, name, result, output))
         states = list[LoopState]()
@@ -699,7 +713,7 @@ class _Unrolling:
             gathered += [ScanOutput(copies.get(result, result), output, *way)] if output else []
         for operand, name, result, output in changing:
             if operand in self.reader.sequences:
-                added = self._appended(nodes, name, result)
+                added = self._find_append(nodes, name, result)
                 if added is None or self.reader.sequences[operand]:
                     self.unkept_reason = (
                         f"{name!r} is a sequence, and iterations do more than append a tensor to it"
@@ -726,8 +740,8 @@ class _Unrolling:
             name=self.node.name,
             count=count,
             nodes=[
-                *([truth(self.node, going, True)] if going else []),
-                *(_copied(each, copies) for each in nodes),
+                *([boolean_constant(self.node, going, True)] if going else []),
+                *(_copy_with_names(each, copies) for each in nodes),
             ],
             number=number,
             states=tuple(states),
@@ -739,23 +753,25 @@ class _Unrolling:
         if self.unkept_reason:
             return None
         for name in lists:
-            behind += self.reader.sequences.stacked(self.node, name, self.reader.readers(name))
+            behind += self.reader.sequences.record_stacked(
+                self.node, name, self.reader.readers(name)
+            )
         return behind
 
     @staticmethod
-    def _appended(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
+    def _find_append(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
         """Return the node that appends a tensor to the sequence `name` and writes the sequence
         `result`. Returns None if there is no such node, or if another node of the body reads either
         sequence.
         """
-        read = Counter(each for node in nodes for each in reads(node))
+        read = Counter(each for node in nodes for each in read_names(node))
         found = [
             each for each in nodes if each.op_type == "SequenceInsert" and each.output[0] == result
         ]
         is_plain = bool(found) and found[0].input[0] == name and len(found[0].input) == 2
         return found[0] if is_plain and read[name] == 1 and not read[result] else None
 
-    def _stacks(
+    def _stack_scan_outputs(
         self, names: list[str], stacked: list[list[str]], axes: list[int]
     ) -> Iterator[onnx.NodeProto]:
         """Yield the nodes that write the scan outputs `names`. `stacked` has for each output the
@@ -764,10 +780,10 @@ class _Unrolling:
         types = self.body.output[len(self.body.output) - len(names) :]
         for name, found, axis, info in zip(names, stacked, axes, types, strict=True):
             if name and not found:
-                yield from self._empty(name, info, axis)
+                yield from self._empty_scan_output(name, info, axis)
             elif name:
-                yield made_node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
-                yield made_node(
+                yield replacement_node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
+                yield replacement_node(
                     self.node,
                     "ConcatFromSequence",
                     [f"{name}/stack"],
@@ -776,7 +792,9 @@ class _Unrolling:
                     new_axis=1,
                 )
 
-    def _empty(self, name: str, info: onnx.ValueInfoProto, axis: int) -> list[onnx.NodeProto]:
+    def _empty_scan_output(
+        self, name: str, info: onnx.ValueInfoProto, axis: int
+    ) -> list[onnx.NodeProto]:
         """Return the nodes that write scan output `name` of a loop without iterations. Its size is
         0 along `axis`; the body must declare its other dimensions in `info`. Raises ModelError if
         it does not.
@@ -790,9 +808,9 @@ class _Unrolling:
                 where=self.where,
             )
         shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)
-        return empty(self.node, name, kind.elem_type, shape)
+        return empty_tensor_nodes(self.node, name, kind.elem_type, shape)
 
-    def _number(self, name: str) -> int | None:
+    def _known_integer(self, name: str) -> int | None:
         """Return the integer that a value of one element holds; None if its data are not known or
         have several elements.
         """
@@ -800,7 +818,7 @@ class _Unrolling:
         return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
 
 
-def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
+def _scan_attribute(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
     """Return attribute `name` of a Scan, a list of `count` integers; zeros if it is absent.
     `stated` has the node's attributes. Raises ModelError for a list of another length.
     """
@@ -813,14 +831,14 @@ def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
     return list(found)
 
 
-def _copied(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
+def _copy_with_names(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
     """Return a copy of a node, including its bodies, in which `names` replaces the names of
     values.
     """
     copy = type(node)()
     copy.CopyFrom(node)
     for each in nodes_within([copy]):
-        _rename(each, names)
+        _rename_values(each, names)
         for graph in bodies_of(each):
             for value in itertools.chain(graph.input, graph.output):
                 value.name = names.get(value.name, value.name)

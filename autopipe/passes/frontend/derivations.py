@@ -189,11 +189,11 @@ def find_derivation(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] |
     """
     if first.size == second.size:
         for moves in moves_between(first.shape, second.shape):
-            found = _elementwise(first, moves, second)
+            found = _find_elementwise(first, moves, second)
             if found is not None:
                 return (*moves, *found)
-    expanded = expansion(first, second)
-    return expanded if expanded is not None else _gather_of_elements(first, second)
+    expanded = find_expand(first, second)
+    return expanded if expanded is not None else _find_gather(first, second)
 
 
 def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator[tuple[Step, ...]]:
@@ -217,34 +217,34 @@ def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator
         yield transpose if moved == expected else (*transpose, *reshaped)
 
 
-def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
+def find_moves(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     """Return the steps, at most a Transpose and a Reshape, that compute `second` from `first`,
     which has equally many elements. None if there are none.
     """
     for steps in moves_between(first.shape, second.shape):
-        sampled, expected = _samples(first, steps, second)
+        sampled, expected = _sample_both(first, steps, second)
         if np.array_equal(sampled, expected) and _is_equal(
-            _transposed(first, steps), second.reshape(-1)
+            _apply_transpose(first, steps), second.reshape(-1)
         ):
             return steps
     return None
 
 
-def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
+def _apply_transpose(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
     """Return a view of `array` after the Transpose in `moves`, or `array` itself if `moves` has
     none. The Reshape is omitted because it keeps the order of the elements.
     """
     return moves[0].apply(array) if moves and moves[0].operator == "Transpose" else array
 
 
-def _samples(
+def _sample_both(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return two vectors of at most `SAMPLED` elements: elements of `first` after the steps
     `moves`, and the elements of `second` at the same positions.
     """
     indices = np.linspace(0, second.size - 1, min(SAMPLED, second.size)).astype(np.int64)
-    transposed = np.atleast_1d(_transposed(first, moves))
+    transposed = np.atleast_1d(_apply_transpose(first, moves))
     found = np.asarray(transposed[np.unravel_index(indices, transposed.shape)])
     return found, np.asarray(second.reshape(-1)[indices])
 
@@ -264,7 +264,7 @@ def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
     )
 
 
-def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
+def find_expand(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     """Return the Expand that computes `second` from `first` as a tuple of one step; None if there
     is none.
     """
@@ -277,15 +277,15 @@ def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     return None
 
 
-def _elementwise(
+def _find_elementwise(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[Step, ...] | None:
     """Return the steps that follow `moves` so that all compute `second` from `first`: () if `moves`
     suffice, otherwise one elementwise step. None if no step is found.
     """
-    sampled, expected = _samples(first, moves, second)
+    sampled, expected = _sample_both(first, moves, second)
     if np.array_equal(sampled, expected) and _is_equal(
-        _transposed(first, moves), second.reshape(-1)
+        _apply_transpose(first, moves), second.reshape(-1)
     ):
         return ()
     if len(np.unique(sampled)) < MIN_ELEMENTS or is_uniform(expected):
@@ -358,7 +358,7 @@ def _candidate_constants(number: float, dtype: np.dtype) -> Iterator[np.ndarray]
             yield np.asarray(each, dtype)
 
 
-def _gather_of_elements(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
+def _find_gather(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     """Return the Gather that reads each element of `second` from `first`, followed by a Mul with a
     mask if `second` has zeros. A Reshape precedes it if `first` is not a vector.
 

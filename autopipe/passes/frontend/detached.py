@@ -36,7 +36,7 @@ class DetachedReads:
     """
 
 
-def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> DetachedReads:
+def find_detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> DetachedReads:
     """Return the operands of `nodes` that the traced program detached, according to the metadata of
     the nodes, although no node of the file writes the result of that `detach`.
     """
@@ -75,7 +75,7 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
     return DetachedReads(frozenset(found), tuple(unknown))
 
 
-def straight_through(
+def find_straight_through(
     nodes: Sequence[onnx.NodeProto], name_of: Callable[[str], str]
 ) -> DetachedReads:
     """Return the operands `q - x` of all sums `x + (q - x)` in `nodes`. `name_of` maps each name of

@@ -103,11 +103,11 @@ def annotation_proto(
     return onnx.NodeDeviceConfigurationProto(
         configuration_id=configuration,
         pipeline_stage=annotation.stage,
-        sharding_spec=[_spec(sharding) for sharding in annotation.shardings],
+        sharding_spec=[_sharding_proto(sharding) for sharding in annotation.shardings],
     )
 
 
-def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
+def _sharding_proto(sharding: Sharding) -> onnx.ShardingSpecProto:
     """Return the ONNX message of a tensor's layout. Shards with several copies become device groups
     with negative keys.
     """
@@ -146,7 +146,7 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
     """
     found: dict[str, list[Annotation]] = {}
     for declared in model.configuration:
-        _check_declared(declared)
+        _check_configuration(declared)
         if declared.name in found:
             raise ModelError(f"two device configurations have the name {declared.name!r}")
         found[declared.name] = []
@@ -171,14 +171,14 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
                     "one",
                     where=where,
                 )
-            found[name].append(_annotation(position, node, stated, devices[name], where))
+            found[name].append(_parse_annotation(position, node, stated, devices[name], where))
     return tuple(
         Configuration(each.name, each.num_devices, tuple(each.device), tuple(found[each.name]))
         for each in model.configuration
     )
 
 
-def texts_of(model: onnx.ModelProto) -> Iterator[object]:
+def annotation_names(model: onnx.ModelProto) -> Iterator[object]:
     """Yield every name in the device annotations of `model`, so that the caller can check them.
     Protobuf returns bytes for a name that is not valid UTF-8.
     """
@@ -190,7 +190,7 @@ def texts_of(model: onnx.ModelProto) -> Iterator[object]:
             yield from (spec.tensor_name for spec in stated.sharding_spec)
 
 
-def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
+def _check_configuration(declared: onnx.DeviceConfigurationProto) -> None:
     """Raise ModelError if a configuration has no name, an invalid number of devices, or not one
     name per device.
     """
@@ -213,7 +213,7 @@ def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
         )
 
 
-def _annotation(
+def _parse_annotation(
     position: int,
     node: onnx.NodeProto,
     stated: onnx.NodeDeviceConfigurationProto,
@@ -237,22 +237,22 @@ def _annotation(
                 "reads nor writes",
                 where=where,
             )
-        shardings.append(_sharding(spec, devices, f"{where}: tensor {spec.tensor_name!r}"))
-    twice = _repeated(each.tensor for each in shardings)
+        shardings.append(_parse_sharding(spec, devices, f"{where}: tensor {spec.tensor_name!r}"))
+    twice = _first_repeated(each.tensor for each in shardings)
     if twice is not None:
         raise ModelError(f"the annotation shards tensor {twice!r} twice", where=where)
     return Annotation(position, stage, tuple(shardings))
 
 
-def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Sharding:
+def _parse_sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Sharding:
     """Return the parsed layout of one tensor. Raises ModelError if it is malformed or lists a
     device outside of 0 … `devices` − 1.
     """
-    cuts = tuple(_cut(each, where) for each in spec.sharded_dim)
-    again = _repeated(dimension for dimension, _ in cuts)
+    cuts = tuple(_parse_sharded_dimension(each, where) for each in spec.sharded_dim)
+    again = _first_repeated(dimension for dimension, _ in cuts)
     if again is not None:
         raise ModelError(f"dimension {again} of the tensor is sharded twice", where=where)
-    groups = _groups(spec, where)
+    groups = _devices_by_shard(spec, where)
     blocks = math.prod(count for _, count in cuts)
     # An unsharded tensor has one shard, so several listed devices each hold a copy of it.
     if blocks == 1 and groups:
@@ -272,7 +272,7 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
         raise ModelError(
             f"the annotation lists device {foreign}, expected 0 to {devices - 1}", where=where
         )
-    twice = _repeated(listed)
+    twice = _first_repeated(listed)
     if twice is not None:
         raise ModelError(
             f"the annotation lists device {twice} twice", hint="list each device once", where=where
@@ -280,7 +280,7 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
     return Sharding(spec.tensor_name, tuple(cut for cut in cuts if cut[1] > 1), groups)
 
 
-def _repeated(items: Iterable[T]) -> T | None:
+def _first_repeated(items: Iterable[T]) -> T | None:
     """Return the first item that equals an earlier item; None if all items differ."""
     seen: set[T] = set()
     for item in items:
@@ -290,7 +290,7 @@ def _repeated(items: Iterable[T]) -> T | None:
     return None
 
 
-def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], ...]:
+def _devices_by_shard(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], ...]:
     """Return for each shard the devices that hold it. A number in `spec.device` is the key of a
     device group if `spec` defines a group with that key; otherwise it is a device.
     """
@@ -303,7 +303,7 @@ def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], 
     return tuple(known.get(each, (each,)) for each in spec.device)
 
 
-def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
+def _parse_sharded_dimension(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
     """Return (dimension, number of shards) of a sharded dimension. Raises ModelError if it is
     malformed or if its size is not divisible by the number of shards.
     """

@@ -58,7 +58,7 @@ MOST_ELEMENTS = 1 << 60
 """Maximum number of elements of a tensor, so that its number of bytes fits into 64 bits."""
 
 
-def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
+def checked_shape(extents: Sequence[int], where: str) -> tuple[int, ...]:
     """Return the sizes `extents` as a tuple. Raises ModelError for more than `MOST_DIMENSIONS`
     dimensions or more than `MOST_ELEMENTS` elements. `where` names the tensor in the error.
     """
@@ -117,7 +117,7 @@ def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
         raise ModelError(f"the tensor cannot be read: {error}", where=where) from error
 
 
-def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
+def tensor_proto(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
     """Return the ONNX message of a tensor with the data `array`, as elements of type `dtype`."""
     import onnx
 
@@ -132,7 +132,7 @@ def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
     )
 
 
-def number_array(value: float, dtype: DType) -> np.ndarray:
+def scalar_array(value: float, dtype: DType) -> np.ndarray:
     """Return a scalar array of the floating-point type `dtype` (bfloat16 as uint16 bits).
 
     A value outside of the type's range becomes its largest or smallest finite number. For types
@@ -175,7 +175,7 @@ def type_proto(value: Value) -> onnx.TypeProto:
     return onnx.helper.make_tensor_type_proto(NUMBERS[value.dtype], value.shape)
 
 
-def made_node(
+def replacement_node(
     origin: onnx.NodeProto,
     op: str,
     operands: Sequence[str],
@@ -190,7 +190,7 @@ def made_node(
     return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
 
 
-def renamed(
+def copy_with_names(
     node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str]
 ) -> onnx.NodeProto:
     """Return a copy of the node that reads `operands` and writes `results`."""
@@ -208,10 +208,12 @@ def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:
     ModelError for larger tensors, for graphs (bodies of control flow) and for types.
     """
     where = f"{node.op_type} {node.name!r}"
-    return tuple(sorted({each.name: _attribute(each, where) for each in node.attribute}.items()))
+    return tuple(
+        sorted({each.name: _attribute_value(each, where) for each in node.attribute}.items())
+    )
 
 
-def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
+def _attribute_value(attribute: onnx.AttributeProto, where: str) -> Attribute:
     """Return the value of an attribute as a Python object. Raises ModelError for a kind of
     attribute that is not supported.
     """
@@ -237,7 +239,7 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
     raise ModelError(f"attribute {attribute.name!r} has a type that is not supported", where=where)
 
 
-def external_file(location: str, model: Path, where: str) -> Path:
+def external_data_path(location: str, model: Path, where: str) -> Path:
     """Return the path of an external data file. `location` is relative to the folder of the ONNX
     file `model`; `where` names the tensor in errors. The returned file may be missing.
 
@@ -285,20 +287,20 @@ def external_file(location: str, model: Path, where: str) -> Path:
     return file
 
 
-def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
+def locate_external_data(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     """Return the location of the data of an external tensor of the file `model`; None if the data
     file is missing.
 
-    Raises ModelError if the path is not allowed (see `external_file`), if the data file is a Git
+    Raises ModelError if the path is not allowed (see `external_data_path`), if the data file is a Git
     LFS pointer, or if it is too short for the tensor.
     """
     where = f"tensor {tensor.name!r}"
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
-    file = external_file(location, model, where)
+    file = external_data_path(location, model, where)
     size = stored_bytes(dtype_of(tensor.data_type, where), tensor.dims)
-    offset = _number(entries, "offset", 0, where)
-    length = _number(entries, "length", size, where)
+    offset = _declared_bytes(entries, "offset", 0, where)
+    length = _declared_bytes(entries, "length", size, where)
     if length < size:
         raise ModelError(
             f"the tensor has {length} {plural(length, 'byte')} of external data, and its shape "
@@ -320,7 +322,7 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     return FileSlice(location, offset, size)
 
 
-def _number(entries: dict[str, str], key: str, default: int, where: str) -> int:
+def _declared_bytes(entries: dict[str, str], key: str, default: int, where: str) -> int:
     """Return the number of bytes that an external tensor declares under `key`; `default` if the key
     is missing. Raises ModelError if the text is not a number.
     """
@@ -345,7 +347,7 @@ upper half of a float32.
 """
 
 
-def stored_numbers(
+def read_stored_data(
     name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice | VarintSlice], model: Path
 ) -> np.ndarray | None:
     """Return the data of a floating-point tensor of the file `model`, memory-mapped if possible.
@@ -358,17 +360,17 @@ def stored_numbers(
     place: FileSlice | VarintSlice | None
     try:
         if tensor.data_location == tensor.EXTERNAL:
-            place = external_slice(tensor, model)
+            place = locate_external_data(tensor, model)
         else:
             place = slices.get(name)
             if place is None:
-                return array_of(tensor, repr(name)) if has_numbers(tensor) else None
+                return array_of(tensor, repr(name)) if has_data(tensor) else None
     except ModelError:
         return None  # Code that requires the data reports the error.
-    return None if place is None else sliced_numbers(place, dtype, tuple(tensor.dims), model)
+    return None if place is None else read_slice(place, dtype, tuple(tensor.dims), model)
 
 
-def has_numbers(tensor: onnx.TensorProto) -> bool:
+def has_data(tensor: onnx.TensorProto) -> bool:
     """True if a tensor message contains data in any of its data fields."""
     listed = (
         tensor.float_data
@@ -380,7 +382,7 @@ def has_numbers(tensor: onnx.TensorProto) -> bool:
     return bool(tensor.raw_data or listed)
 
 
-def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
+def read_varints(place: VarintSlice, model: Path) -> np.ndarray:
     """Return the lower 16 bits of each integer that the file `model` stores as a varint at
     `place`.
     """
@@ -389,14 +391,14 @@ def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
     )
 
 
-def sliced_numbers(
+def read_slice(
     place: FileSlice | VarintSlice, dtype: DType, shape: tuple[int, ...], model: Path
 ) -> np.ndarray | None:
     """Return the floating-point data at the location `place` in the files of `model`; bfloat16 as
     float32. Returns None if the data do not fill `shape` or if the element type is not supported.
     """
     if isinstance(place, VarintSlice):
-        bits = listed_numbers(place, model)
+        bits = read_varints(place, model)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or bits.size != math.prod(shape):
             return None
         halves = (

@@ -101,7 +101,7 @@ class FoldNumbers:
                 found[node.input[0]] = min(position, found.get(node.input[0], position))
         return found
 
-    def count(self, name: str) -> int | None:
+    def count_operators(self, name: str) -> int | None:
         """Return the number of operators that were folded into the tensor `name`; None if the
         numbers do not determine it.
 
@@ -116,7 +116,7 @@ class FoldNumbers:
         number = int(match[1])
         before = max((each for each in self._by_number if each < number), default=None)
         if before is None:
-            more = number - self._values()
+            more = number - self._expected_value_count()
             is_counted = all(
                 node.op_type in WITHOUT_SHAPES | OF_CONSTANT_AXES for node in self.nodes
             )
@@ -124,11 +124,11 @@ class FoldNumbers:
         distance = number - before
         # Between the readers of the two tensors, folded shapes of a Reshape or Split also use up
         # numbers.
-        if distance == 1 or self._is_next(self._by_number[before], name):
+        if distance == 1 or self._is_next_fold(self._by_number[before], name):
             return distance
         return None
 
-    def _is_next(self, before: str, name: str) -> bool:
+    def _is_next_fold(self, before: str, name: str) -> bool:
         """True if no node between the first reader of the tensor `before` and the first reader of
         the tensor `name` has operands that an exporter computes from shapes. False if the readers
         are not in this order.
@@ -139,7 +139,7 @@ class FoldNumbers:
             return False
         return all(node.op_type in WITHOUT_SHAPES for node in self.nodes[first + 1 : last])
 
-    def _values(self) -> int:
+    def _expected_value_count(self) -> int:
         """Return the expected number of values in the exporter's graph: inputs, named tensors and
         results of nodes, plus one parameter and one result for each folded tensor.
         """

@@ -36,7 +36,7 @@ from autopipe.passes.frontend.derivations import (
     find_derivation,
     find_weighted_sum,
 )
-from autopipe.passes.frontend.elements import sliced_numbers
+from autopipe.passes.frontend.elements import read_slice
 from autopipe.passes.frontend.fold_numbers import FoldNumbers
 from autopipe.passes.frontend.joint_derivations import (
     Derivation,
@@ -208,7 +208,7 @@ class Unfolding:
     """
 
 
-def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
+def read_folded_data(parameter: Parameter, model: Path) -> np.ndarray | None:
     """Return the data of a parameter whose storage is a `FoldedSlice` of the file `model`: selected
     rows of a stored tensor, or its logarithm. Returns None if the element type cannot be read.
     """
@@ -216,10 +216,10 @@ def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
     place = parameter.storage
     assert isinstance(place, FoldedSlice)
     if not place.rows:
-        array = sliced_numbers(place, value.dtype, value.shape, model)
+        array = read_slice(place, value.dtype, value.shape, model)
     else:
         count = place.length // value.dtype.itemsize
-        flat = sliced_numbers(place, value.dtype, (count,), model)
+        flat = read_slice(place, value.dtype, (count,), model)
         columns = place.step * np.arange(value.shape[1])
         array = None if flat is None else flat[np.array(place.rows)[:, None] + columns]
     if array is None or not place.form:
@@ -228,7 +228,7 @@ def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
     return logarithm
 
 
-def unfolded(
+def find_folds(
     parameters: Mapping[str, Parameter],
     roles: Roles,
     model: Path,
@@ -247,13 +247,13 @@ def unfolded(
     trained = {
         name: each for name, each in parameters.items() if each.trainable and _is_stored(each)
     }
-    found = _Folds(trained, roles, model, taken)
+    found = _FoldFinder(trained, roles, model, taken)
     if roles.signature:
-        found.signed()
+        found.record_by_metadata()
     elif roles.from_torch:
-        found.lifted(numbers)
+        found.record_by_names_and_data(numbers)
     else:
-        found.reduced(parameters)
+        found.record_foreign(parameters)
     return found.result
 
 
@@ -262,14 +262,14 @@ def _is_stored(parameter: Parameter) -> bool:
     return isinstance(parameter.storage, FileSlice) and bool(parameter.value.elements)
 
 
-def _place(parameter: Parameter) -> FileSlice:
+def _file_slice(parameter: Parameter) -> FileSlice:
     """Return the location of a parameter's data, which must be in a file."""
     assert isinstance(parameter.storage, FileSlice)
     return parameter.storage
 
 
 @dataclass(frozen=True, slots=True)
-class _Folds:
+class _FoldFinder:
     """Finds out how tensors were computed from parameters, and records it in `result`."""
 
     parameters: Mapping[str, Parameter]
@@ -279,25 +279,27 @@ class _Folds:
     """Names of values in the file, which a recovered parameter must not get."""
     result: Unfolding = field(default_factory=Unfolding)
 
-    def numbers(self, parameter: Parameter) -> np.ndarray | None:
+    def read_data(self, parameter: Parameter) -> np.ndarray | None:
         """Return the data of a parameter; None if they cannot be read."""
         value = parameter.value
         if isinstance(parameter.storage, FoldedSlice):
-            return folded_numbers(parameter, self.model)
-        return sliced_numbers(_place(parameter), value.dtype, value.shape, self.model)
+            return read_folded_data(parameter, self.model)
+        return read_slice(_file_slice(parameter), value.dtype, value.shape, self.model)
 
-    def reduced(self, parameters: Mapping[str, Parameter]) -> None:
+    def record_foreign(self, parameters: Mapping[str, Parameter]) -> None:
         """Record the tensors of a file that PyTorch did not export: copies of other tensors,
         expanded rows and indexed tables.
         """
-        copies = dict(self._copies())
+        copies = dict(self._find_copies())
         for name, each in parameters.items():
-            folded = self._in_form(each) if name not in copies and _is_stored(each) else None
+            folded = (
+                self._find_recoverable(each) if name not in copies and _is_stored(each) else None
+            )
             if folded is not None:
                 self.result.folded[name] = folded
         self.result.folded.update(copies)
 
-    def signed(self) -> None:
+    def record_by_metadata(self) -> None:
         """Record how the tensors of a file of PyTorch's newer exporter are computed. Its metadata
         have the origins of each tensor and the traced operators.
         """
@@ -308,42 +310,42 @@ class _Folds:
         groups: dict[str, list[Parameter]] = {}
         for name, each in self.parameters.items():
             if name in named:
-                self._check_named(each, named)
+                self._record_named(each, named)
                 continue
             origins = signature.origins(name)
             if self._is_recurrent(name):
                 continue
             if len(origins) > 1:
-                self._derive_jointly(each, origins, named)
+                self._record_joint(each, origins, named)
             elif "detach" in signature.operators(name):
-                self._detached(each, named)
+                self._record_detached(each, named)
             elif origins[0] in named:
-                if each.value.elements > 1 or not self._derive_decay(each, origins, named):
-                    self._derive(named[origins[0]], each, origins)
+                if each.value.elements > 1 or not self._record_decay(each, origins, named):
+                    self._record_derivation(named[origins[0]], each, origins)
             else:
                 groups.setdefault(origins[0], []).append(each)
         for origin, tensors in groups.items():
-            self._of_absent(origin, tensors)
+            self._record_from_absent(origin, tensors)
 
-    def _check_named(self, parameter: Parameter, named: Mapping[str, Parameter]) -> None:
+    def _record_named(self, parameter: Parameter, named: Mapping[str, Parameter]) -> None:
         """Record how a tensor with the name of a parameter is computed, if it is not the parameter
         itself. Exporters also store computed tensors under a parameter's name.
         """
         name = parameter.value.name
         signature = self.roles.signature
         if name in signature.folded:
-            folded = self._complemented(parameter, named)
+            folded = self._find_complement(parameter, named)
             if folded is None:
-                folded = self._in_form(parameter)
+                folded = self._find_recoverable(parameter)
             operators = signature.operators(name) or {NUMBERED.sub("", name)}
             if folded is not None:
                 self.result.folded[name] = folded
             elif not signature.folded[name] and not operators <= REORDERING | REPEATS:
                 self.result.refused[name] = ()
-            elif signature.operators(name) and not self._is_moved(name):
+            elif signature.operators(name) and not self._has_unchanged_elements(name):
                 self._refuse_named(parameter, (name,))
             return
-        normalized = self._normalized(name)
+        normalized = self._folded_normalization(name)
         if normalized:
             self._refuse_named(parameter, (name, *normalized))
 
@@ -356,7 +358,7 @@ class _Folds:
         source = replace(tensor, value=replace(tensor.value, name=f"{name}{COMPUTED}"))
         self.result.folded[name] = Folded(tensor.value, source, ())
 
-    def _normalized(self, name: str) -> tuple[str, ...]:
+    def _folded_normalization(self, name: str) -> tuple[str, ...]:
         """Return the names of the parameters of a normalization that the exporter folded into the
         weight `name`; () if there is none.
         """
@@ -378,12 +380,12 @@ class _Folds:
         bias. The exporter only moves elements of these tensors: it reorders gates and concatenates
         biases.
         """
-        readers = self._calls_of(name)
+        readers = self._reading_nodes(name)
         return bool(readers) and all(
             node.op_type in RECURRENT and 1 <= slot <= 3 for node, slot in readers
         )
 
-    def _detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
+    def _record_detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
         """Record the origin of a tensor whose traced operators include `detach`.
 
         If those operators only move elements and the file contains the parameter, the tensor is
@@ -394,7 +396,7 @@ class _Folds:
         signature = self.roles.signature
         (origin,) = signature.origins(name)
         is_moved = signature.operators(name) - {"detach"} <= REORDERING | SAME | REPEATS
-        steps = self.steps(named[origin], tensor) if origin in named and is_moved else None
+        steps = self.find_steps(named[origin], tensor) if origin in named and is_moved else None
         others = [
             each for each in self.parameters if each != name and origin in signature.origins(each)
         ]
@@ -406,26 +408,26 @@ class _Folds:
         else:
             self.result.refused[name] = (origin,)
 
-    def _derive_jointly(
+    def _record_joint(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> None:
         """Record how `tensor` is computed from several parameters, `origins`. It is refused if the
         file lacks one of them, if a `detach` is involved, or if no derivation is found.
         """
         name = tensor.value.name
-        if tensor.value.elements == 1 and self._derive_decay(tensor, origins, named):
+        if tensor.value.elements == 1 and self._record_decay(tensor, origins, named):
             return
         found: Derivation | None = None
         if "detach" not in self.roles.signature.operators(name) and all(
             each in named for each in origins
         ):
-            found = self._jointly(tensor, [named[each] for each in origins])
+            found = self._find_joint_derivation(tensor, [named[each] for each in origins])
         if found is None:
             self.result.refused[name] = origins
         else:
             self.result.folded[name] = Folded(tensor.value, *found)
 
-    def _derive_decay(
+    def _record_decay(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> bool:
         """Record that a scalar is a constant times the sum of the squares of the parameters
@@ -434,11 +436,11 @@ class _Folds:
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
-        result = self.numbers(tensor)
+        result = self.read_data(tensor)
         if not is_sum or result is None or not all(each in named for each in origins):
             return False
         arrays = {
-            each: array for each in origins if (array := self.numbers(named[each])) is not None
+            each: array for each in origins if (array := self.read_data(named[each])) is not None
         }
         if len(arrays) < len(origins) or tensor.value.dtype is not DType.FLOAT32:
             return False
@@ -448,7 +450,9 @@ class _Folds:
         self.result.folded[tensor.value.name] = Folded(tensor.value, origins[0], steps)
         return True
 
-    def _jointly(self, tensor: Parameter, bases: list[Parameter]) -> Derivation | None:
+    def _find_joint_derivation(
+        self, tensor: Parameter, bases: list[Parameter]
+    ) -> Derivation | None:
         """Return (name, steps): the steps compute `tensor` from the parameter of that name and the
         others in `bases`. The data decide. Returns None if no steps are found, for types other than
         float32, and for large or uniform tensors.
@@ -458,9 +462,9 @@ class _Folds:
             for each in (tensor, *bases)
         ):
             return None
-        result = self.numbers(tensor)
+        result = self.read_data(tensor)
         arrays = {
-            each.value.name: array for each in bases if (array := self.numbers(each)) is not None
+            each.value.name: array for each in bases if (array := self.read_data(each)) is not None
         }
         if (
             result is None
@@ -470,19 +474,21 @@ class _Folds:
             return None
         return find_joint_derivation(arrays, result)
 
-    def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
+    def _record_derivation(
+        self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]
+    ) -> bool:
         """Record how `tensor` is computed from `base`, another tensor of the file, and return True.
         If no derivation is found, mark `tensor` as refused and return False.
         """
         name = tensor.value.name
-        steps = self.steps(base, tensor)
+        steps = self.find_steps(base, tensor)
         if steps is None:
             self.result.refused[name] = origins
             return False
         self.result.folded[name] = Folded(tensor.value, base.value.name, steps)
         return True
 
-    def _of_absent(self, origin: str, tensors: list[Parameter]) -> None:
+    def _record_from_absent(self, origin: str, tensors: list[Parameter]) -> None:
         """Record how `tensors` are computed from the parameter `origin`, which the file does not
         contain.
 
@@ -491,36 +497,36 @@ class _Folds:
         tensors are computed from that tensor, represent further parts of the parameter, or are
         refused.
         """
-        by_rank = sorted(tensors, key=lambda each: self._rank(each, origin))
+        by_rank = sorted(tensors, key=lambda each: self._representative_rank(each, origin))
         unknown: list[Parameter] = []
         bases: list[Parameter] = []
         for each in by_rank:
             name = each.value.name
-            copy = self._copied(each, bases)
+            copy = self._find_copy(each, bases)
             if copy is not None:
                 self.result.folded[name] = copy
                 continue
-            layout = self._layout(each, origin) if not bases else None
+            layout = self._find_layout(each, origin) if not bases else None
             if layout is not None:
-                self._name(each, origin, layout)
+                self._record_named_layout(each, origin, layout)
             elif self._is_new_lookup(each) or (bases and self._overlaps(each, bases)):
                 self.result.refused[name] = (origin,)
                 continue
-            elif self._is_moved(name):
-                folded = self._in_form(each)
+            elif self._has_unchanged_elements(name):
+                folded = self._find_recoverable(each)
                 if folded is not None:
                     self.result.folded[name] = folded
-            elif (masked := self._masked_table(each)) is not None:
+            elif (masked := self._find_masked_table(each)) is not None:
                 self.result.folded[name] = masked
-            elif not self._has_form(each, origin):
+            elif not self._record_exponential(each, origin):
                 unknown.append(each)
                 continue
             bases.append(each)
         for each in unknown:
-            if not self._is_sum(each, bases):
+            if not self._record_sum(each, bases):
                 self.result.refused[each.value.name] = (origin,)
 
-    def _is_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
+    def _record_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
         """Record that a scalar is a constant times the sum of `bases`, which are single elements of
         one parameter. Returns False and records nothing if it is not, or if the traced operators do
         not form a sum.
@@ -538,12 +544,12 @@ class _Folds:
         for base in bases:
             folded = self.result.folded.get(base.value.name)
             source = base if folded is None else folded.source
-            array = self.numbers(source) if isinstance(source, Parameter) else None
+            array = self.read_data(source) if isinstance(source, Parameter) else None
             if array is None or array.size > 1:
                 return False
             assert isinstance(source, Parameter)
             elements[source.value.name] = array
-        result = self.numbers(tensor)
+        result = self.read_data(tensor)
         steps = None if result is None or not elements else find_weighted_sum(elements, result)
         if steps is None:
             return False
@@ -552,26 +558,26 @@ class _Folds:
         self.result.folded[tensor.value.name] = Folded(tensor.value, name, steps)
         return True
 
-    def _rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
+    def _representative_rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
         """Return the sort key with which tensors are tried as representative of the parameter
         `origin`. Known layouts come first, then tensors of moved elements, then tensors that may
         repeat elements, then all others. Within each group, larger tensors come first.
         """
         name = tensor.value.name
-        if self._layout(tensor, origin) is not None:
+        if self._find_layout(tensor, origin) is not None:
             return 0, -tensor.value.elements
-        if not self._is_moved(name):
+        if not self._has_unchanged_elements(name):
             return 3, -tensor.value.elements
         return 1 + (
             not REPEATS.isdisjoint(self.roles.signature.operators(name))
         ), -tensor.value.elements
 
-    def _copied(self, tensor: Parameter, bases: list[Parameter]) -> Folded | None:
+    def _find_copy(self, tensor: Parameter, bases: list[Parameter]) -> Folded | None:
         """Return how `tensor` is computed from the first suitable tensor of `bases`; None if there
         is none.
         """
         for base in bases:
-            steps = self.steps(base, tensor)
+            steps = self.find_steps(base, tensor)
             if steps is not None:
                 return Folded(tensor.value, base.value.name, steps)
         return None
@@ -583,20 +589,20 @@ class _Folds:
         operators = self.roles.signature.operators(tensor.value.name)
         if operators.isdisjoint(LOOKUPS | {"gather"}) or tensor.value.elements == 1:
             return False
-        array = self.numbers(tensor)
+        array = self.read_data(tensor)
         return array is not None and array.nbytes <= LARGEST_LOOK and is_uniform(array)
 
     def _overlaps(self, tensor: Parameter, bases: list[Parameter]) -> bool:
         """True if a value of the tensor also occurs in a tensor of `bases`. False for tensors that
         are too large to compare.
         """
-        mine = self.numbers(tensor)
+        mine = self.read_data(tensor)
         if mine is None or mine.nbytes > LARGEST_LOOK:
             return False
-        arrays = [array for base in bases if (array := self.numbers(base)) is not None]
+        arrays = [array for base in bases if (array := self.read_data(base)) is not None]
         return any(bool(np.isin(mine, array).any()) for array in arrays)
 
-    def _name(self, tensor: Parameter, origin: str, layout: Layout) -> None:
+    def _record_named_layout(self, tensor: Parameter, origin: str, layout: Layout) -> None:
         """Record that the tensor is the parameter `origin` in the layout `layout`, under the
         parameter's name. Nothing is recorded if that name is taken.
         """
@@ -608,7 +614,7 @@ class _Folds:
         if layout.steps:
             self.result.layouts[origin] = layout
 
-    def _layout(self, tensor: Parameter, origin: str) -> Layout | None:
+    def _find_layout(self, tensor: Parameter, origin: str) -> Layout | None:
         """Return the change of layout between the parameter `origin` and the tensor, which holds
         the full parameter. Returns None if the file does not determine the change.
         """
@@ -617,14 +623,14 @@ class _Folds:
         counted = self.roles.signature.operator_counts(name)
         names = set(counted)
         if not names:
-            return self._layout_in_call(tensor, origin)
+            return self._find_layout_by_calls(tensor, origin)
         if not names <= SAME - {"view", "expand", "detach"} | TRANSPOSING | {"unsqueeze", "flip"}:
             return None
         changes = {each: count for each, count in counted.items() if each not in SAME}
         if not changes:
             return Layout(shape, ()) if names else None
         if sum(changes.values()) == 1 and changes.keys() <= TRANSPOSING and len(shape) == 2:
-            return _transposed(shape)
+            return _transposed_layout(shape)
         if sum(changes.values()) == 1 and changes.keys() == {"flip"} and len(shape) == 1:
             return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
         if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
@@ -634,7 +640,7 @@ class _Folds:
             )
         return None
 
-    def _layout_in_call(self, tensor: Parameter, origin: str) -> Layout | None:
+    def _find_layout_by_calls(self, tensor: Parameter, origin: str) -> Layout | None:
         """Return the change of layout between the parameter `origin` and the tensor, inferred from
         the traced calls that read the parameter. Returns None if the calls are of different kinds
         or of an unknown kind.
@@ -645,11 +651,13 @@ class _Folds:
         shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
         slots = {(node.op_type, slot) for node, slot in readers}
-        calls = {(traced_operator(node), self._is_given(node, origin)) for node, _ in readers}
+        calls = {
+            (traced_operator(node), self._argument_position(node, origin)) for node, _ in readers
+        }
         if slots == {("MatMul", 1)} and calls == {("linear", 1)}:
-            return _transposed(shape)
+            return _transposed_layout(shape)
         unsqueezed = {
-            (traced_operator(node), self._is_given(node, origin), node.op_type)
+            (traced_operator(node), self._argument_position(node, origin), node.op_type)
             for node, _ in readers
         }
         if (
@@ -663,7 +671,7 @@ class _Folds:
             return Layout(shape, ())
         return None
 
-    def _is_given(self, node: onnx.NodeProto, origin: str) -> int:
+    def _argument_position(self, node: onnx.NodeProto, origin: str) -> int:
         """Return the position of the parameter `origin` among the arguments of the node's traced
         call; -1 if it is no argument.
         """
@@ -675,7 +683,7 @@ class _Folds:
         ]
         return places[0] if places else -1
 
-    def _is_moved(self, name: str) -> bool:
+    def _has_unchanged_elements(self, name: str) -> bool:
         """True if, according to the traced operators, the elements of the tensor `name` are
         unchanged elements of a parameter.
         """
@@ -706,8 +714,8 @@ class _Folds:
         if not others:
             return True
         if others <= BOUNDING:
-            array = self.numbers(self.parameters[name])
-            return array is not None and array.nbytes <= LARGEST_LOOK and not _is_bounded(array)
+            array = self.read_data(self.parameters[name])
+            return array is not None and array.nbytes <= LARGEST_LOOK and not _looks_clamped(array)
         products = 1 + ("abs" in others), 2
         return (
             others <= BUCKETING
@@ -715,16 +723,16 @@ class _Folds:
             and products == (counted.get("mul", 0), counted.get("div", 0))
         )
 
-    def _has_form(self, tensor: Parameter, origin: str) -> bool:
+    def _record_exponential(self, tensor: Parameter, origin: str) -> bool:
         """Record that the tensor is the exponential of a parameter, possibly negated, and recover
         the parameter as a logarithm. Returns False and records nothing if the tensor is no
         exponential. The recovered parameter is called `origin` if its layout is known.
         """
-        array = self.numbers(tensor)
+        array = self.read_data(tensor)
         operators = self.roles.signature.operators(tensor.value.name)
         if array is None or not operators <= {"exp", "neg"} | REORDERING | SAME:
             return False
-        folded = self._logarithm(tensor, array)
+        folded = self._find_logarithm(tensor, array)
         if folded is None:
             return False
         source = folded.source
@@ -751,28 +759,28 @@ class _Folds:
             return False
         return counted.keys() <= {"exp", "neg"} | (SAME - {"view", "expand"})
 
-    def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
+    def _find_complement(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
         """Return how `copy` is computed as 1 minus a parameter of `named`; None if it is not. If
         several parameters match, as in a new model with equal data, the last one that is read
         before `copy` is used.
         """
-        numbers = self.numbers(copy)
+        numbers = self.read_data(copy)
         if numbers is None or is_uniform(numbers):
             return None
         read = {name: place for place, name in enumerate(self.roles.uses.readers)}
         place = read.get(copy.value.name, 0)
         before = [each for each in named.values() if read.get(each.value.name, place) < place]
         for base in sorted(before, key=lambda each: -read[each.value.name]):
-            steps = self.steps(base, copy) if base.value.shape == copy.value.shape else None
+            steps = self.find_steps(base, copy) if base.value.shape == copy.value.shape else None
             if steps and steps[0].operator == "Sub":
                 return Folded(copy.value, base.value.name, steps)
         return None
 
-    def lifted(self, numbers: FoldNumbers) -> None:
+    def record_by_names_and_data(self, numbers: FoldNumbers) -> None:
         """Record how the tensors of a file of PyTorch's older exporter are computed. Such a file
         has no metadata, so names and data are examined.
         """
-        copies = dict(self._copies())
+        copies = dict(self._find_copies())
         modules = _module_nodes(self.roles.uses)
         candidates: dict[str, str] = {}
         for name, each in self.parameters.items():
@@ -783,23 +791,23 @@ class _Folds:
             )
             if weight:
                 candidates[name] = weight
-        linear = self._transposed_only(candidates, numbers)
+        linear = self._select_transposed(candidates, numbers)
         for name, each in self.parameters.items():
             if name in copies:
                 continue
             if name in linear:
-                layout = _transposed(each.value.shape)
+                layout = _transposed_layout(each.value.shape)
                 assert layout is not None
-                self._name(each, linear[name], layout)
+                self._record_named_layout(each, linear[name], layout)
                 continue
-            folded = self._in_form(each)
+            folded = self._find_recoverable(each)
             if folded is None and LIFTED.fullmatch(name) and not self._is_recurrent(name):
-                folded = self._from_named(each)
+                folded = self._derive_from_named(each)
                 is_weight = name not in candidates and self._is_weight_of_module(each, numbers)
                 if folded is None and not is_weight:
-                    if not self._is_unsqueezed(each):
+                    if not self._has_added_axis(each):
                         self.result.refused[name] = ()
-                    elif not self._is_of_layer(each, modules):
+                    elif not self._is_read_by_unsqueezing_layers(each, modules):
                         self.result.doubtful.add(name)
             if folded is not None:
                 self.result.folded[name] = folded
@@ -807,7 +815,7 @@ class _Folds:
         # copy may read another computed tensor.
         self.result.folded.update(copies)
 
-    def _transposed_only(
+    def _select_transposed(
         self, candidates: Mapping[str, str], numbers: FoldNumbers
     ) -> dict[str, str]:
         """Return those of `candidates` (tensor → weight of a linear layer) whose only folded
@@ -821,7 +829,7 @@ class _Folds:
         unknown: dict[str, str] = {}
         is_other_found = False
         for name, weight in candidates.items():
-            count = numbers.count(name)
+            count = numbers.count_operators(name)
             tensor = self.parameters[name]
             if (
                 weight in self.taken
@@ -843,7 +851,7 @@ class _Folds:
         For a linear layer, the exporter writes the bias as first operand.
         """
         readers = self.roles.uses.readers
-        products = [node.output[0] for node, _ in self._calls_of(tensor.value.name)]
+        products = [node.output[0] for node, _ in self._reading_nodes(tensor.value.name)]
         sums = [
             (node, slot)
             for name in products
@@ -859,7 +867,7 @@ class _Folds:
         """
         for name, each in self.parameters.items():
             if each.value.elements == tensor.value.elements and not LIFTED.fullmatch(name):
-                steps = self.steps(each, tensor)
+                steps = self.find_steps(each, tensor)
                 if steps is not None and not MOVES.issuperset(step.operator for step in steps):
                     return True
         return False
@@ -868,7 +876,7 @@ class _Folds:
         """True if more elements of a matrix are 0 than occur by chance, so that a mask was probably
         applied. All-zero rows and columns do not count.
         """
-        array = self.numbers(tensor)
+        array = self.read_data(tensor)
         if array is None or tensor.value.bytes > LARGEST or is_uniform(array):
             return False
         zeros = array == 0
@@ -882,14 +890,14 @@ class _Folds:
         `modules` has the nodes of each module. A linear layer is a module that consists of a MatMul
         and at most the Add of its bias.
         """
-        readers = self._calls_of(tensor.value.name)
+        readers = self._reading_nodes(tensor.value.name)
         if len(tensor.value.shape) != 2 or not readers:
             return ""
         if any(node.op_type != "MatMul" or slot != 1 for node, slot in readers):
             return ""
         # If a module is called several times, the exporter appends a number to its path. The
         # shortest path is that of the first call.
-        path = min((_path_of(node) for node, _ in readers), key=len)
+        path = min((_module_path(node) for node, _ in readers), key=len)
         nodes = modules.get(path, [])
         if not path or len(nodes) > 2:
             return ""
@@ -900,7 +908,7 @@ class _Folds:
                 return ""
         return f"{path}.weight"
 
-    def _calls_of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
+    def _reading_nodes(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
         """Return (node, operand index) for each node that reads the tensor `name`, directly or
         through an Identity.
         """
@@ -913,7 +921,7 @@ class _Folds:
                 found.append((node, slot))
         return found
 
-    def _from_named(self, tensor: Parameter) -> Folded | None:
+    def _derive_from_named(self, tensor: Parameter) -> Folded | None:
         """Return how the tensor is computed from a parameter that the file contains under its own
         name; None if no such parameter is found.
         """
@@ -922,7 +930,7 @@ class _Folds:
         for name, each in self.parameters.items():
             if LIFTED.fullmatch(name) or each.value.bytes > LARGEST_LOOK:
                 continue
-            steps = self.steps(each, tensor)
+            steps = self.find_steps(each, tensor)
             if steps is not None:
                 return Folded(tensor.value, name, steps)
         return None
@@ -936,27 +944,30 @@ class _Folds:
         its own name. It does not count either if several operators were folded into it, according
         to `numbers`, and the module reads no other folded matrix.
         """
-        readers = self._calls_of(tensor.value.name)
+        readers = self._reading_nodes(tensor.value.name)
         slots = self.roles.uses.slots(tensor.value.name)
         if slots <= RESIZED or ("Exp", 0) in slots or self._is_bias_of_attention(tensor):
             return True
         if any(
-            (node.op_type, slot) != ("MatMul", 1) or not _path_of(node) for node, slot in readers
+            (node.op_type, slot) != ("MatMul", 1) or not _module_path(node)
+            for node, slot in readers
         ):
             return False
-        path = min((_path_of(node) for node, _ in readers), key=len)
+        path = min((_module_path(node) for node, _ in readers), key=len)
         matrices = [name for name, each in self.parameters.items() if len(each.value.shape) > 1]
         if any(name.rpartition(".")[0] == path for name in matrices):
             return False
-        if (numbers.count(tensor.value.name) or 1) > 1:
+        if (numbers.count_operators(tensor.value.name) or 1) > 1:
             others = [
                 name for name in matrices if LIFTED.fullmatch(name) and name != tensor.value.name
             ]
             if not any(
-                _path_of(node) == path for name in others for node, _ in self._calls_of(name)
+                _module_path(node) == path
+                for name in others
+                for node, _ in self._reading_nodes(name)
             ):
                 return False
-        array = self.numbers(tensor)
+        array = self.read_data(tensor)
         return array is None or is_uniform(array) or is_random(array)
 
     def _is_bias_of_attention(self, tensor: Parameter) -> bool:
@@ -964,7 +975,7 @@ class _Folds:
         `nn.MultiheadAttention` whose queries differ from its keys. The parts are the first third
         and the other two thirds.
         """
-        readers = self._calls_of(tensor.value.name)
+        readers = self._reading_nodes(tensor.value.name)
         if (
             len(tensor.value.shape) != 1
             or len(readers) != 1
@@ -972,7 +983,7 @@ class _Folds:
             or readers[0][1]
         ):
             return False
-        path = _path_of(readers[0][0])
+        path = _module_path(readers[0][0])
         output = self.parameters.get(f"{path}.out_proj.bias")
         if output is None:
             return False
@@ -980,7 +991,7 @@ class _Folds:
             each.value.shape
             for name, each in self.parameters.items()
             if LIFTED.fullmatch(name)
-            and [_path_of(node) for node, _ in self._calls_of(name)] == [path]
+            and [_module_path(node) for node, _ in self._reading_nodes(name)] == [path]
         ]
         width = output.value.elements
         parts = [(width,), (2 * width,)]
@@ -989,7 +1000,7 @@ class _Folds:
             and sorted(each[1:] for each in shapes if len(each) == 2) == parts
         )
 
-    def _is_unsqueezed(self, tensor: Parameter) -> bool:
+    def _has_added_axis(self, tensor: Parameter) -> bool:
         """True if only nodes inside modules read the tensor and its only change is probably an
         added axis of size 1. Without that axis, the exporter would have stored the parameter under
         its own name.
@@ -998,8 +1009,8 @@ class _Folds:
         """
         name = tensor.value.name
         shape = tensor.value.shape
-        readers = self._calls_of(name)
-        if 1 not in shape or not readers or not all(_path_of(node) for node, _ in readers):
+        readers = self._reading_nodes(name)
+        if 1 not in shape or not readers or not all(_module_path(node) for node, _ in readers):
             return False
         if all(self._is_weight_of_submodule(node, slot) for node, slot in readers):
             return True
@@ -1009,16 +1020,18 @@ class _Folds:
             return False
         if max(shape) == tensor.value.elements:
             return True
-        array = self.numbers(tensor)
+        array = self.read_data(tensor)
         return array is not None and (is_uniform(array) or is_random(array))
 
-    def _is_of_layer(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> bool:
+    def _is_read_by_unsqueezing_layers(
+        self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]
+    ) -> bool:
         """True if the tensor is only read in layers that add axes to their parameters: modules with
         the operators of a group normalization, or with a PRelu alone.
         """
         found = [
-            frozenset(each.op_type for each in modules.get(_path_of(node), ()))
-            for node, _ in self._calls_of(tensor.value.name)
+            frozenset(each.op_type for each in modules.get(_module_path(node), ()))
+            for node, _ in self._reading_nodes(tensor.value.name)
         ]
         return all(
             each == {"PRelu"} or ("InstanceNormalization" in each and each <= GROUP_NORM)
@@ -1037,9 +1050,9 @@ class _Folds:
             return False
         bias: str = node.input[2]
         owner, _, last = bias.rpartition(".")
-        return last == "bias" and owner.startswith(f"{_path_of(node)}.")
+        return last == "bias" and owner.startswith(f"{_module_path(node)}.")
 
-    def _copies(self) -> Iterator[tuple[str, Folded]]:
+    def _find_copies(self) -> Iterator[tuple[str, Folded]]:
         """Yield (name, derivation) for each tensor with a name that PyTorch's older exporter made
         up whose data can be computed from another tensor, by moving its elements or as 1 minus it.
         """
@@ -1049,7 +1062,7 @@ class _Folds:
         complements: dict[tuple[DType, int, bytes], list[Parameter]] = {}
         for each in self.parameters.values():
             seen = len(each.value.shape) > 1 and each.value.bytes <= LARGEST
-            array = self.numbers(each) if seen else None
+            array = self.read_data(each) if seen else None
             if array is not None:
                 # Only tensors with equal first and last elements are compared: transpositions and
                 # reshapes keep these elements in their positions.
@@ -1066,7 +1079,9 @@ class _Folds:
                 name = each.value.name
                 for base in bases if LIFTED.fullmatch(name) else ():
                     steps = (
-                        self.steps(base, each) if self._may_be_one(base.value.name, name) else None
+                        self.find_steps(base, each)
+                        if self._may_be_copies(base.value.name, name)
+                        else None
                     )
                     if steps is not None:
                         yield name, Folded(each.value, base.value.name, steps)
@@ -1074,7 +1089,7 @@ class _Folds:
                 else:
                     bases.append(each)
 
-    def _may_be_one(self, base: str, copy: str) -> bool:
+    def _may_be_copies(self, base: str, copy: str) -> bool:
         """True if equal data of two tensors are probably not a coincidence: `base` has a module's
         name, or the same modules read both tensors.
         """
@@ -1085,23 +1100,23 @@ class _Folds:
             scope_of(node) for node, _ in readers.get(copy, ())
         }
 
-    def steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
+    def find_steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
         """Return the operators that compute `copy` from `base`; None if none are found or if the
         data are ambiguous. A change of layout that the file declares takes precedence over the
         comparison of data.
         """
         if base.value.dtype is not copy.value.dtype or copy.value.bytes > LARGEST:
             return None
-        first = self.numbers(base)
-        second = self.numbers(copy)
+        first = self.read_data(base)
+        second = self.read_data(copy)
         if first is None or second is None:
             return None
-        stated = self._stated_steps(base, copy, first, second)
+        stated = self._declared_steps(base, copy, first, second)
         if stated is not None or self._is_ambiguous(first, copy):
             return stated
         return find_derivation(first, second)
 
-    def _stated_steps(
+    def _declared_steps(
         self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
     ) -> tuple[Step, ...] | None:
         """Return the change of layout that the file declares between the parameter `base` and
@@ -1111,7 +1126,7 @@ class _Folds:
         origin = base.value.name
         if origin not in self.roles.signature.parameters:
             return None
-        layout = self._layout(copy, origin)
+        layout = self._find_layout(copy, origin)
         if layout is None or layout.shape != first.shape:
             return None
         return layout.steps if np.array_equal(apply_steps(layout.steps, first), second) else None
@@ -1139,7 +1154,7 @@ class _Folds:
             "tile",
         }
 
-    def _in_form(self, parameter: Parameter) -> Folded | None:
+    def _find_recoverable(self, parameter: Parameter) -> Folded | None:
         """Return how the tensor is computed from a parameter that can be recovered from it: a
         masked table, an expanded row, indexed rows, or an exponential. Returns None if it is none
         of these.
@@ -1148,22 +1163,22 @@ class _Folds:
         if (
             value.bytes > LARGEST_LOOK
             or not value.dtype.is_floating
-            or (array := self.numbers(parameter)) is None
+            or (array := self.read_data(parameter)) is None
         ):
             return None
         if len(value.shape) < 2 or (
-            self.roles.uses.is_weight(value.name) and not self._signed_lookup(value.name)
+            self.roles.uses.is_weight(value.name) and not self._may_repeat_rows(value.name)
         ):
-            return self._logarithm(parameter, array)
-        if (masked := self._masked(parameter, array)) is not None:
+            return self._find_logarithm(parameter, array)
+        if (masked := self._find_mask(parameter, array)) is not None:
             return masked
         if self._may_be_expanded(value, array) and all(
             np.array_equal(array[0], row) for row in array[1:]
         ):
-            return self._of_row(parameter, array, 0, Step("Expand", value.shape))
-        return self._looked_up(parameter, array) or self._logarithm(parameter, array)
+            return self._fold_from_row(parameter, array, 0, Step("Expand", value.shape))
+        return self._find_lookup(parameter, array) or self._find_logarithm(parameter, array)
 
-    def _looked_up(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
+    def _find_lookup(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
         """Return how the tensor `parameter`, with the data `array`, is indexed from a table of its
         distinct rows or elements. Returns None if it may not come from indexing.
         """
@@ -1172,34 +1187,34 @@ class _Folds:
             return None
         wide = sum(extent > 1 for extent in array.shape)
         if self.roles.signature:
-            possible = self._signed_lookup(name)
+            possible = self._may_repeat_rows(name)
         else:
             possible = bool(LIFTED.fullmatch(name)) and wide > 2
-        found = _looked_up(parameter, array) if possible else None
+        found = _lookup_of_rows(parameter, array) if possible else None
         if (
             found is None
             and wide > 1
-            and (possible or (LIFTED.fullmatch(name) and _is_diagonal(array)))
+            and (possible or (LIFTED.fullmatch(name) and _has_equal_diagonals(array)))
         ):
-            return _looked_up_elements(parameter, array)
+            return _lookup_of_elements(parameter, array)
         return found
 
-    def _signed_lookup(self, name: str) -> bool:
+    def _may_repeat_rows(self, name: str) -> bool:
         """True if, according to the traced operators, the tensor `name` may repeat rows of a
         parameter.
         """
         return not REPEATS.isdisjoint(self.roles.signature.operators(name))
 
-    def _masked_table(self, parameter: Parameter) -> Folded | None:
+    def _find_masked_table(self, parameter: Parameter) -> Folded | None:
         """Return how the tensor is computed by adding a mask to a table; None if it is not, or if
         it is too large to examine.
         """
-        array = self.numbers(parameter)
+        array = self.read_data(parameter)
         if array is None or array.ndim < 2 or parameter.value.bytes > LARGEST_LOOK:
             return None
-        return self._masked(parameter, array)
+        return self._find_mask(parameter, array)
 
-    def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
+    def _find_mask(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
         """Return how the tensor `parameter`, with the data `array`, is computed by adding a mask to
         one row; None if it is not. The row is the unmasked row of the tensor's first axis.
 
@@ -1217,24 +1232,26 @@ class _Folds:
         for axis in range(1, mask.ndim):
             first = mask.take([0], axis)
             mask = first if np.array_equal(np.broadcast_to(first, mask.shape), mask) else mask
-        return self._of_row(
+        return self._fold_from_row(
             parameter, array, plain, Step("Add", parameter.value.shape, operand=mask)
         )
 
-    def _of_row(self, parameter: Parameter, array: np.ndarray, at: int, step: Step) -> Folded:
+    def _fold_from_row(
+        self, parameter: Parameter, array: np.ndarray, at: int, step: Step
+    ) -> Folded:
         """Return how the tensor `parameter`, with the data `array`, is computed by `step` from row
         `at` of its first axis. If that row itself is indexed from a table, the derivation starts at
         the table.
         """
         value = parameter.value
-        place = _place(parameter)
+        place = _file_slice(parameter)
         length = place.length // len(array)
         row = replace(
             parameter,
             value=Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:])),
             storage=replace(place, offset=place.offset + at * length, length=length),
         )
-        inner = self._looked_up(row, array[at : at + 1])
+        inner = self._find_lookup(row, array[at : at + 1])
         return (
             Folded(value, row, (step,))
             if inner is None
@@ -1248,11 +1265,11 @@ class _Folds:
         if value.shape[0] < 2:
             return False
         if self.roles.signature:
-            return self._signed_lookup(value.name)
+            return self._may_repeat_rows(value.name)
         wide = len(value.shape) > (2 if self.roles.from_torch else 1)
         return wide and value.shape[0] in self.roles.samples and not is_uniform(array)
 
-    def _logarithm(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
+    def _find_logarithm(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
         """Return how the tensor is computed as exp(p) or -exp(p) from p, its logarithm; None if the
         traced operators have no `exp` or the signs of the data do not fit.
         """
@@ -1260,7 +1277,7 @@ class _Folds:
         if "exp" not in operators or not parameter.trainable:
             return None
         value = parameter.value
-        place = _place(parameter)
+        place = _file_slice(parameter)
         steps: tuple[Step, ...] = (Step("Exp", value.shape),)
         form = "log"
         if not (array > 0).all():
@@ -1278,7 +1295,7 @@ class _Folds:
         )
 
 
-def _is_bounded(array: np.ndarray) -> bool:
+def _looks_clamped(array: np.ndarray) -> bool:
     """True if the elements look clamped: none is negative, or the minimum or maximum has at most
     three significant digits.
     """
@@ -1288,7 +1305,7 @@ def _is_bounded(array: np.ndarray) -> bool:
     return any(float(f"{float(end):.3g}") == np.float32(end) for end in ends)
 
 
-def _transposed(shape: tuple[int, ...]) -> Layout | None:
+def _transposed_layout(shape: tuple[int, ...]) -> Layout | None:
     """Return the layout of a matrix that the file stores transposed, with `shape` in the file; None
     if `shape` does not have two dimensions.
     """
@@ -1297,7 +1314,7 @@ def _transposed(shape: tuple[int, ...]) -> Layout | None:
     return Layout(shape[::-1], (Step("Transpose", shape, (1, 0)),))
 
 
-def _path_of(node: onnx.NodeProto) -> str:
+def _module_path(node: onnx.NodeProto) -> str:
     """Return the path of the module that contains a node, from the node's name in files of
     PyTorch's older exporter; "" for the outermost module.
     """
@@ -1311,11 +1328,11 @@ def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
     found: dict[str, dict[str, onnx.NodeProto]] = {}
     for readers in uses.readers.values():
         for node, _ in readers:
-            found.setdefault(_path_of(node), {})[node.output[0]] = node
+            found.setdefault(_module_path(node), {})[node.output[0]] = node
     return {path: list(nodes.values()) for path, nodes in found.items()}
 
 
-def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
+def _lookup_of_rows(parameter: Parameter, array: np.ndarray) -> Folded | None:
     """Return how a tensor is computed by indexing the table of its distinct rows with fixed
     indices; None if no row occurs twice.
 
@@ -1323,7 +1340,7 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
     the smallest table is used.
     """
     value = parameter.value
-    place = _place(parameter)
+    place = _file_slice(parameter)
     best: tuple[int, int, np.ndarray, np.ndarray] | None = None
     for axis in (axis for axis, extent in enumerate(value.shape) if extent > 1):
         rows = np.ascontiguousarray(np.moveaxis(array, axis, -1)).reshape(-1, value.shape[axis])
@@ -1354,7 +1371,7 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
     return Folded(value, replace(parameter, value=table, storage=stored), steps)
 
 
-def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | None:
+def _lookup_of_elements(parameter: Parameter, array: np.ndarray) -> Folded | None:
     """Return how a tensor is computed by indexing single elements of a vector with fixed indices;
     None if few elements occur twice.
 
@@ -1363,10 +1380,12 @@ def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     elements, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
-    if len(elements) > CHUNKED * flat.size or not (_is_fine(elements) or _is_diagonal(array)):
+    if len(elements) > CHUNKED * flat.size or not (
+        _exceeds_half_precision(elements) or _has_equal_diagonals(array)
+    ):
         return None
     value = parameter.value
-    place = _place(parameter)
+    place = _file_slice(parameter)
     order = np.argsort(first)  # The vector has the elements in the order in which they first occur.
     begins = tuple(first[order].tolist())
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))
@@ -1376,13 +1395,13 @@ def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
     return Folded(value, replace(parameter, value=table, storage=stored), steps)
 
 
-def _is_fine(elements: np.ndarray) -> bool:
+def _exceeds_half_precision(elements: np.ndarray) -> bool:
     """True if at least one element has more significant bits than float16 can represent."""
     bits = np.abs(elements.astype(np.float32)).view(np.uint32)
     return bool((bits & 0x1FFF).any())
 
 
-def _is_diagonal(array: np.ndarray) -> bool:
+def _has_equal_diagonals(array: np.ndarray) -> bool:
     """True if the elements along each diagonal of the last two axes are equal. False for a
     vector.
     """

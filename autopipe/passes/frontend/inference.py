@@ -23,9 +23,9 @@ from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.elements import (
     MOST_DIMENSIONS,
     NUMBERS,
+    checked_shape,
     dtype_of,
-    shape_of,
-    tensor_of,
+    tensor_proto,
     type_proto,
 )
 
@@ -59,7 +59,7 @@ must have the same type.
 """
 
 
-def told_by_formula(
+def evaluate_by_formula(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None]
 ) -> tuple[np.ndarray, ...] | None:
     """Return the results of a node that `FORMULAS` can compute from the data `operands`. Returns
@@ -111,7 +111,7 @@ class Budget:
 
     left: int
 
-    def takes(self, amount: int) -> bool:
+    def spend(self, amount: int) -> bool:
         """Subtract `amount` from the budget and return True. If less is left, return False and
         subtract nothing.
         """
@@ -121,7 +121,7 @@ class Budget:
         return True
 
 
-def operations_of(
+def bound_operations(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None], results: Sequence[Value | None]
 ) -> int:
     """Return an upper bound of the number of operations that evaluating a node takes. The bound is
@@ -134,7 +134,9 @@ def operations_of(
         if value is not None:
             written += value.elements
         elif name:
-            written += read if node.op_type not in _GROWING else _grown(node.op_type, operands)
+            written += (
+                read if node.op_type not in _GROWING else _bound_elements(node.op_type, operands)
+            )
     first, second = (*operands, None, None)[:2]
     if node.op_type in _LINEAR:
         return read + written
@@ -152,7 +154,7 @@ def operations_of(
     return (1 + read) * (1 + written) * math.prod(1 + size for size in sizes) * LOOP
 
 
-def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
+def _bound_elements(operator: str, operands: Sequence[np.ndarray | None]) -> int:
     """Return an upper bound of the number of elements that an operator of `_GROWING` writes."""
     arrays = [array for array in operands if array is not None and array.dtype.kind in "iuf"]
     numbers: list[float] = [
@@ -183,14 +185,14 @@ It raises ValueError or IndexError if shapes do not fit or operands are missing.
 """
 
 
-def _like_first(operands: Operands, flags: Flags) -> Results:
+def _infer_like_first(operands: Operands, flags: Flags) -> Results:
     """Return the type of the first operand as that of the only result."""
     first = operands[0]
     assert first is not None
     return (first,)
 
 
-def _like_scale(operands: Operands, flags: Flags) -> Results:
+def _infer_like_scale(operands: Operands, flags: Flags) -> Results:
     """Return the type of the first operand, with the element type of the second operand (the scale)
     if there is one.
     """
@@ -199,7 +201,7 @@ def _like_scale(operands: Operands, flags: Flags) -> Results:
     return (first if scale is None else replace(first, dtype=scale.dtype),)
 
 
-def _skip_normalization(operands: Operands, flags: Flags) -> Results:
+def _infer_skip_normalization(operands: Operands, flags: Flags) -> Results:
     """Return the types of the four results: the normalised tensor, the mean, 1 / standard
     deviation, and the sum that is normalised.
     """
@@ -209,7 +211,7 @@ def _skip_normalization(operands: Operands, flags: Flags) -> Results:
     return first, statistics, statistics, first
 
 
-def _fused_matmul(operands: Operands, flags: Flags) -> Results:
+def _infer_fused_matmul(operands: Operands, flags: Flags) -> Results:
     """Return the type of the product of two tensors, either of which may be transposed."""
     left, right = (value for value in operands[:2] if value is not None)
     first = left.shape[-2:]
@@ -225,13 +227,13 @@ def _fused_matmul(operands: Operands, flags: Flags) -> Results:
     )
 
 
-def _packed_product(operands: Operands, flags: Flags) -> Results:
+def _infer_packed_matmul(operands: Operands, flags: Flags) -> Results:
     """Return the type of a matmul with a quantised weight of shape [columns of the result, …]."""
     x, weight = (value for value in operands[:2] if value is not None)
     return (replace(x, shape=(*x.shape[:-1], weight.shape[0])),)
 
 
-def _packed_lookup(operands: Operands, flags: Flags) -> Results:
+def _infer_packed_embedding(operands: Operands, flags: Flags) -> Results:
     """Return the type of an embedding from a quantised table, whose bytes hold several elements
     each.
     """
@@ -243,7 +245,7 @@ def _packed_lookup(operands: Operands, flags: Flags) -> Results:
     return (Value("", scales.dtype, (*places.shape, width)),)
 
 
-def _suppression(operands: Operands, flags: Flags) -> Results:
+def _infer_non_max_suppression(operands: Operands, flags: Flags) -> Results:
     """Return the type of the indices that a non-maximum suppression selects."""
     boxes, scores = (value for value in operands[:2] if value is not None)
     if len(scores.shape) != 3 or boxes.shape != (scores.shape[0], scores.shape[2], 4):
@@ -255,11 +257,12 @@ def _suppression(operands: Operands, flags: Flags) -> Results:
 
 
 RULES: dict[tuple[str, str], Rule] = {
-    ("autopipe", "NonMaxSuppression"): _suppression,
+    ("autopipe", "NonMaxSuppression"): _infer_non_max_suppression,
     **dict.fromkeys(
-        (("", name) for name in ("GroupNormalization", "MeanVarianceNormalization")), _like_first
+        (("", name) for name in ("GroupNormalization", "MeanVarianceNormalization")),
+        _infer_like_first,
     ),
-    ("", "SimplifiedLayerNormalization"): _like_scale,
+    ("", "SimplifiedLayerNormalization"): _infer_like_scale,
     **dict.fromkeys(
         (
             ("com.microsoft", name)
@@ -273,15 +276,15 @@ RULES: dict[tuple[str, str], Rule] = {
                 "QMoE",
             )
         ),
-        _like_first,
+        _infer_like_first,
     ),
-    ("autopipe", "Bounded"): _like_first,
-    ("autopipe", "StopGradient"): _like_first,
-    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
-    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
-    ("com.microsoft", "FusedMatMul"): _fused_matmul,
-    ("com.microsoft", "MatMulNBits"): _packed_product,
-    ("com.microsoft", "GatherBlockQuantized"): _packed_lookup,
+    ("autopipe", "Bounded"): _infer_like_first,
+    ("autopipe", "StopGradient"): _infer_like_first,
+    ("com.microsoft", "SkipLayerNormalization"): _infer_skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _infer_skip_normalization,
+    ("com.microsoft", "FusedMatMul"): _infer_fused_matmul,
+    ("com.microsoft", "MatMulNBits"): _infer_packed_matmul,
+    ("com.microsoft", "GatherBlockQuantized"): _infer_packed_embedding,
 }
 """Rule for each operator, by (domain, operator)."""
 
@@ -290,7 +293,7 @@ class MisfitError(ModelError):
     """The shapes of a node's operands do not fit each other or the node's attributes."""
 
 
-def told_by_rule(
+def infer_by_rule(
     node: onnx.NodeProto, operands: Operands, where: str
 ) -> tuple[Value | None, ...] | None:
     """Return the types of a node's results by `RULES`, with empty names; None for each absent
@@ -337,7 +340,7 @@ are not known.
 """
 KNOWN_LIMIT = 4096
 """Maximum number of elements of an operand whose data are passed to shape inference, since operands
-that determine shapes are small. Also the maximum number of bytes that `content_of` returns.
+that determine shapes are small. Also the maximum number of bytes that `cached_content` returns.
 """
 _OVER_ROWS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
 """Operators that work over several axes before opset `_ONE_AXIS`."""
@@ -378,10 +381,10 @@ class Inference:
         for value, array in operands:
             content = array.tobytes() if array is not None and array.size <= KNOWN_LIMIT else None
             parts.append(None if value is None else (value.dtype, value.shape, content))
-        key = (*form_of(node), *parts)
+        key = (*node_key(node), *parts)
         if key not in self._types:
             self._types[key] = self._infer(
-                _anonymous(node), operands, f"{node.op_type} {node.name!r}"
+                _anonymous_copy(node), operands, f"{node.op_type} {node.name!r}"
             )
         return self._types[key]
 
@@ -394,18 +397,20 @@ class Inference:
         """Return the data of a node's results, whose types are `types`. Returns None if the
         evaluator fails or if the remaining budget of operations does not suffice.
         """
-        if not self.operations.takes(
+        if not self.operations.spend(
             sum(each.size for each in operands if each is not None) // _HASHED
         ):
             return None
         parts = tuple(
-            None if each is None else (each.dtype.str, each.shape, content_of(each))
+            None if each is None else (each.dtype.str, each.shape, cached_content(each))
             for each in operands
         )
-        key = (*form_of(node), parts)
+        key = (*node_key(node), parts)
         if key not in self._results:
-            affordable = self.operations.takes(operations_of(node, operands, types))
-            self._results[key] = self._run(_anonymous(node), operands) if affordable else None
+            affordable = self.operations.spend(bound_operations(node, operands, types))
+            self._results[key] = (
+                self._evaluate_node(_anonymous_copy(node), operands) if affordable else None
+            )
         return self._results[key]
 
     def _infer(
@@ -419,10 +424,10 @@ class Inference:
 
         opsets = dict(self.opsets)
         nothing: tuple[Value | None, ...] = (None,) * len(node.output)
-        told = told_by_rule(node, tuple(value for value, _ in operands), where)
+        told = infer_by_rule(node, tuple(value for value, _ in operands), where)
         if told is not None:
             for value in filter(None, told):
-                shape_of(value.shape, where)
+                checked_shape(value.shape, where)
             return told
         if (
             node.op_type == "MaxUnpool"
@@ -431,7 +436,9 @@ class Inference:
             and operands[2][1] is not None
         ):
             return (
-                replace(operands[0][0], name="", shape=shape_of(operands[2][1].tolist(), where)),
+                replace(
+                    operands[0][0], name="", shape=checked_shape(operands[2][1].tolist(), where)
+                ),
             )
         opset = opsets.get(node.domain, 1)
         typed = (
@@ -444,7 +451,7 @@ class Inference:
             schema = onnx.defs.get_schema(node.op_type, max(opset, least), node.domain)
         except onnx.defs.SchemaError:
             return nothing
-        named = zip(node.input, _as_defined(node, operands, typed), strict=True)
+        named = zip(node.input, _operands_for_schema(node, operands, typed), strict=True)
         known = [
             (name, value, array) for name, (value, array) in named if name and value is not None
         ]
@@ -454,7 +461,7 @@ class Inference:
                 node,
                 {name: type_proto(value) for name, value, _ in known},
                 {
-                    name: tensor_of(array, value.dtype)
+                    name: tensor_proto(array, value.dtype)
                     for name, value, array in known
                     if array is not None and array.size <= KNOWN_LIMIT
                 },
@@ -471,16 +478,18 @@ class Inference:
             ) from error
         except onnx.checker.ValidationError as error:
             if any(value.dtype is DType.BFLOAT16 for _, value, _ in known):
-                return self._in_single(node, operands, where)
+                return self._infer_as_float32(node, operands, where)
             raise ModelError(
                 f"the node violates the ONNX specification: {str(error).splitlines()[0]}",
                 where=where,
             ) from error
         except (RuntimeError, ValueError, KeyError):
             return nothing
-        return tuple(_static(found[name], where) if name in found else None for name in node.output)
+        return tuple(
+            _static_type(found[name], where) if name in found else None for name in node.output
+        )
 
-    def _in_single(
+    def _infer_as_float32(
         self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str
     ) -> tuple[Value | None, ...]:
         """Return the result types of a node on bfloat16, inferred as if it were float32. Exporters
@@ -500,7 +509,7 @@ class Inference:
             for value in found
         )
 
-    def _run(
+    def _evaluate_node(
         self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]
     ) -> tuple[np.ndarray, ...] | None:
         """Return the data of the results; None if the node cannot be evaluated."""
@@ -511,29 +520,31 @@ class Inference:
             and first is not None
             and first.ndim
         ):
-            return self._run_over_rows(node, first)
-        return self._run_as_is(node, operands)
+            return self._evaluate_over_axes(node, first)
+        return self._evaluate_as_is(node, operands)
 
-    def _run_over_rows(self, node: onnx.NodeProto, x: np.ndarray) -> tuple[np.ndarray, ...] | None:
+    def _evaluate_over_axes(
+        self, node: onnx.NodeProto, x: np.ndarray
+    ) -> tuple[np.ndarray, ...] | None:
         """Return the result of an operator of `_OVER_ROWS` on `x`, over all axes from attribute
         `axis` on, which ONNX's evaluator does not support.
         """
         axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
         row = type(node)(op_type=node.op_type, input=node.input, output=node.output)
         row.attribute.add(name="axis", i=1, type=2)
-        found = self._run_as_is(
+        found = self._evaluate_as_is(
             row, (x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:])),)
         )
         return found and (found[0].reshape(x.shape),)
 
-    def _run_as_is(
+    def _evaluate_as_is(
         self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]
     ) -> tuple[np.ndarray, ...] | None:
         """Return the data of the results by `FORMULAS` or by ONNX's evaluator; None if the
         evaluation fails or yields strings or objects.
         """
         with np.errstate(all="ignore"):
-            results = told_by_formula(node, operands)
+            results = evaluate_by_formula(node, operands)
             if results is None:
                 # The import is here because it is slow: ONNX's evaluator imports all operators. The
                 # node is wrapped in a graph because the evaluator ignores the opset of a single
@@ -566,7 +577,7 @@ def _rounds_up(node: onnx.NodeProto) -> bool:
     return is_pool and any(each.name == "ceil_mode" and each.i for each in node.attribute)
 
 
-def content_of(array: np.ndarray) -> bytes:
+def cached_content(array: np.ndarray) -> bytes:
     """Return the bytes of an array as part of a cache key; if they are more than `KNOWN_LIMIT`,
     their SHA-256.
     """
@@ -574,7 +585,7 @@ def content_of(array: np.ndarray) -> bytes:
     return content if len(content) <= KNOWN_LIMIT else hashlib.sha256(content).digest()
 
 
-def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
+def node_key(node: onnx.NodeProto) -> tuple[object, ...]:
     """Return a key of a node that does not depend on the names of its values. The key has the
     operator, the attributes, which operands are equal, and which operands and results are absent.
     """
@@ -586,7 +597,7 @@ def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
     return node.domain, node.op_type, operands, tuple(map(bool, node.output)), attributes
 
 
-def _as_defined(
+def _operands_for_schema(
     node: onnx.NodeProto, operands: tuple[Operand, ...], typed: tuple[int, int] | None
 ) -> tuple[Operand, ...]:
     """Return the operands in the form that ONNX's schema requires, because exporters also write
@@ -607,7 +618,7 @@ def _as_defined(
     return operands
 
 
-def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
+def _anonymous_copy(node: onnx.NodeProto) -> onnx.NodeProto:
     """Return a copy of the node without its name and metadata. Its values are named by position;
     equal operands have equal names.
     """
@@ -629,7 +640,7 @@ def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
     return found
 
 
-def _static(found: onnx.TypeProto, where: str) -> Value | None:
+def _static_type(found: onnx.TypeProto, where: str) -> Value | None:
     """Return the inferred type as a Value without a name; None if its shape is not static. Raises
     ModelError for a type other than a tensor.
     """
@@ -643,7 +654,7 @@ def _static(found: onnx.TypeProto, where: str) -> Value | None:
         not dimension.HasField("dim_value") for dimension in tensor.shape.dim
     ):
         return None
-    shape = shape_of([dimension.dim_value for dimension in tensor.shape.dim], where)
+    shape = checked_shape([dimension.dim_value for dimension in tensor.shape.dim], where)
     if any(extent < 0 for extent in shape):
         return None
     return Value("", dtype_of(tensor.elem_type, where), shape)
@@ -709,7 +720,7 @@ class ConstantFolder:
         types = tuple(self.graph.type_of(name) if name else None for name in node.outputs)
         written = [value for value in types if value is not None]
         small = all(value.elements <= LARGEST for value in written)
-        computed = complete and small and self._room.takes(sum(value.bytes for value in written))
+        computed = complete and small and self._room.spend(sum(value.bytes for value in written))
         results = (
             self.inference.evaluate(node_proto(self.graph, node), operands, types)
             if computed

@@ -16,7 +16,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.kv_cache import MASK, TOKENS, is_cache_input
 from autopipe.ir.words import plural
-from autopipe.passes.frontend.elements import dtype_of, shape_of
+from autopipe.passes.frontend.elements import checked_shape, dtype_of
 from autopipe.passes.frontend.size_expressions import size_of, solve_symbol, symbols_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def sizes_by_symbol(
             raise ConfigurationError(
                 f"--dim {name}={size} is negative, expected a size of at least 0"
             )
-        for symbol in _symbols_named(name, shapes, names, declared_axes):
+        for symbol in _find_symbols(name, shapes, names, declared_axes):
             if found.setdefault(symbol, size) != size:
                 raise ConfigurationError(
                     f"--dim {name}={size} contradicts another --dim that sets {symbol!r} to "
@@ -103,7 +103,7 @@ def sizes_by_symbol(
     return found
 
 
-def _symbols_named(
+def _find_symbols(
     name: str,
     shapes: Mapping[str, list[Dimension]],
     names: set[str],
@@ -203,7 +203,7 @@ def bind_inputs(
         )
     _bind_derived(shapes, axes, symbols)
     _require_bound(shapes, symbols)
-    values = tuple(_bound(info, shapes[info.name], symbols) for info in inputs)
+    values = tuple(_bound_value(info, shapes[info.name], symbols) for info in inputs)
     for value in values:
         if value.name in axes and value.shape[axes[value.name]] != samples:
             raise ModelError(
@@ -355,7 +355,7 @@ def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
             "the input declares no shape, so its number of dimensions is unknown", where=where
         )
     dimensions = info.type.tensor_type.shape.dim
-    shape_of([max(each.dim_value, 0) for each in dimensions], where)
+    checked_shape([max(each.dim_value, 0) for each in dimensions], where)
     found: list[Dimension] = []
     for axis, each in enumerate(dimensions):
         if each.HasField("dim_value") and each.dim_value >= 0:
@@ -404,7 +404,7 @@ def _size(dimension: Dimension, symbols: Mapping[str, int]) -> int | None:
     return dimension if isinstance(dimension, int) else size_of(dimension, symbols)
 
 
-def _bound(
+def _bound_value(
     info: onnx.ValueInfoProto, dimensions: list[Dimension], symbols: Mapping[str, int]
 ) -> Value:
     """Return the type of an input whose dimensions are all bound. Raises ModelError for a negative

@@ -27,17 +27,21 @@ from autopipe.passes.frontend.decompositions.registry import (
     node_from_proto,
 )
 from autopipe.passes.frontend.derivations import Step
-from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
+from autopipe.passes.frontend.detached import (
+    DetachedReads,
+    find_detached_reads,
+    find_straight_through,
+)
 from autopipe.passes.frontend.dynamic_shapes.interpretation import DynamicShapes
 from autopipe.passes.frontend.elements import (
     NUMBERS,
     array_of,
     attributes_of,
+    checked_shape,
+    copy_with_names,
     dtype_of,
-    made_node,
     packed_value,
-    renamed,
-    shape_of,
+    replacement_node,
 )
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
@@ -48,17 +52,17 @@ from autopipe.passes.frontend.known_operands import (
     require_known,
 )
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
-from autopipe.passes.frontend.loops import inner_types, loop_of
+from autopipe.passes.frontend.loops import body_input_types, build_loop
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.rewriter import NEWEST, FileRewriter
 from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.signature import (
     STATISTIC_SLOTS,
-    estimates_variance,
     is_detach,
+    is_training_batch_norm,
     padding_row,
     stop_gradient_node,
-    trains_statistics,
+    uses_unbiased_variance,
 )
 from autopipe.passes.frontend.size_expressions import size_of
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
@@ -92,7 +96,7 @@ unless its attribute `is_test` is set.
 
 
 @dataclass(slots=True)
-class _Sweep:
+class _ReaderState:
     """The state of the pass over the nodes: what is known about values so far, and the nodes of the
     graph.
     """
@@ -150,12 +154,14 @@ class _Sweep:
                     else size_of(each.dim_param, symbols)
                     for each in tensor.shape.dim
                 ]
-                shape = shape_of(tuple(extent for extent in told if extent is not None), repr(name))
+                shape = checked_shape(
+                    tuple(extent for extent in told if extent is not None), repr(name)
+                )
                 if len(shape) == len(told) and all(extent >= 0 for extent in shape):
                     return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
         return None
 
-    def access(self) -> ReaderAccess:
+    def reader_access(self) -> ReaderAccess:
         """Return the functions and state that the replacement of control flow uses."""
         return ReaderAccess(
             data=lambda name: self.arrays.get(self.aliases.get(name, name)),
@@ -163,7 +169,7 @@ class _Sweep:
             sequences=self.sequences,
             opset=self.source.opset,
             order=lambda body: [body.node[place] for place in topological_positions(body)],
-            count_nodes=self.repeated.takes,
+            count_nodes=self.repeated.spend,
             keep_loop=lambda loop: _keep_loop(self, loop),
             readers=lambda name: (
                 [node.op_type for node, _ in self.weights.roles.uses.readers.get(name, ())]
@@ -174,13 +180,13 @@ class _Sweep:
     def is_input(self, name: str) -> bool:
         return any(value.name == name for value in self.inputs.values)
 
-    def deciding(self, name: str) -> tuple[str, ...]:
+    def deciding_inputs(self, name: str) -> tuple[str, ...]:
         """Return the inputs of one element from which the value `name` is computed; () if the value
         also depends on other inputs.
         """
         return deciding_inputs(name, self.nodes, self.inputs)
 
-    def known_so_far(self) -> dict[str, Any]:
+    def copy_tables(self) -> dict[str, Any]:
         """Return copies of the tables that reading a node changes, by field name, so that they can
         be restored after a failed attempt.
         """
@@ -198,17 +204,17 @@ class _Sweep:
         )
         return {name: copy(getattr(self, name)) for name in tables}
 
-    def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
+    def record_array(self, name: str, array: np.ndarray, dtype: DType) -> None:
         """Record a value whose data are known."""
         self.types[name] = Value(name, dtype, array.shape)
         self.arrays[name] = array
 
-    def keep(self, held: Constant | Parameter) -> None:
+    def record_tensor(self, held: Constant | Parameter) -> None:
         """Record a constant or parameter of the file. A parameter of packed elements is recorded as
         bytes.
         """
         if isinstance(held, Constant):
-            self.hold(held.value.name, held.array, held.value.dtype)
+            self.record_array(held.value.name, held.array, held.value.dtype)
             return
         value = held.value
         if value.dtype.packed_bits:
@@ -217,7 +223,7 @@ class _Sweep:
         self.types[value.name] = value
         self.parameters[value.name] = replace(held, value=value)
 
-    def unpack(self, name: str) -> None:
+    def unpack_parameter(self, name: str) -> None:
         """Add the node that unpacks the packed parameter `name`. Nodes that are read later use its
         result instead of the parameter.
         """
@@ -256,22 +262,22 @@ def interpret(
     dynamic_shapes = DynamicShapes(
         source.nodes, inference, source.opset, weights.roles.uses, bounds
     )
-    sweep = _Sweep(
+    sweep = _ReaderState(
         source, inputs, weights, inference, Sequences(source.opset), dynamic_shapes, stated
     )
     sweep.results = dict.fromkeys(info.name for info in source.graph.output)
     sweep.types.update((value.name, value) for value in inputs.values)
     for name, array in fixed.items():
-        sweep.hold(name, array, DType(array.dtype.name))
-    for held in weights.initializers().values():
+        sweep.record_array(name, array, DType(array.dtype.name))
+    for held in weights.read_initializers().values():
         if isinstance(held, Folded):
             _add_folded_tensor(sweep, held)
         else:
-            sweep.keep(held)
+            sweep.record_tensor(held)
     if weights.roles.signature:
-        detached = detached_reads(source.nodes, weights.roles.signature)
+        detached = find_detached_reads(source.nodes, weights.roles.signature)
     else:
-        detached = straight_through(source.nodes, lambda name: sweep.aliases.get(name, name))
+        detached = find_straight_through(source.nodes, lambda name: sweep.aliases.get(name, name))
     weights.unknown_detached = detached.unknown
     for node in _move_ranges_early(source.nodes, bounds):
         read = _detach_operands(sweep, node, detached)
@@ -309,14 +315,14 @@ def _move_ranges_early(
     return [node for _, node in sorted(enumerate(nodes), key=place_of)]
 
 
-def _add_folded_tensor(sweep: _Sweep, folded: Folded) -> None:
+def _add_folded_tensor(sweep: _ReaderState, folded: Folded) -> None:
     """Add the nodes that compute a folded tensor from its source, which is a parameter or a tensor
     that has been read before.
     """
     name = folded.value.name
     dtype = folded.value.dtype
     if isinstance(folded.source, Parameter):
-        sweep.keep(folded.source)
+        sweep.record_tensor(folded.source)
         operand = folded.source.value.name
     else:
         operand = sweep.aliases.get(folded.source, folded.source)
@@ -335,7 +341,7 @@ def _add_folded_tensor(sweep: _Sweep, folded: Folded) -> None:
 
 
 def _add_step(
-    sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType
+    sweep: _ReaderState, step: Step, operands: tuple[str, ...], result: str, dtype: DType
 ) -> str:
     """Add the node of one derivation step, and its constant operand if it has one. Return the name
     of the result.
@@ -343,7 +349,7 @@ def _add_step(
     if not step.other and step.operator in STEP_OPERANDS:
         held = f"{result}/{STEP_OPERANDS[step.operator]}"
         array = np.asarray(step.shape, np.int64) if step.operand is None else step.operand
-        sweep.hold(held, array, DType.INT64 if array.dtype == np.int64 else dtype)
+        sweep.record_array(held, array, DType.INT64 if array.dtype == np.int64 else dtype)
         operands = (held, *operands) if step.operator == "Sub" else (*operands, held)
     sweep.types[result] = Value(result, dtype, step.shape)
     attributes: tuple[tuple[str, Attribute], ...] = ()
@@ -360,11 +366,11 @@ def _add_step(
     return result
 
 
-def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
+def _visit(sweep: _ReaderState, node: onnx.NodeProto) -> None:
     """Read one node of the file: add its results to the tables, and its nodes to the graph."""
     for name in node.input:
         if name in sweep.packed:
-            sweep.unpack(name)
+            sweep.unpack_parameter(name)
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     for name in operands:
         if name and not any(
@@ -373,14 +379,16 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
             missing = MissingWeightTypes(
                 sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results)
             )
-            sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
+            sweep.record_tensor(
+                sweep.weights.make_missing(sweep.declared(name) or missing.infer_type(name))
+            )
     others = _find_replacement_nodes(sweep, node, operands)
     if others is not None:
         try:
             for each in others:
                 _visit(sweep, each)
         except ModelError as error:
-            error.hint = _with_inputs_to_give(sweep, node, operands, error.hint)
+            error.hint = _extend_hint(sweep, node, operands, error.hint)
             raise
         return
     decomposition = decomposition_of(node)
@@ -409,8 +417,8 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _add_operator(sweep, node, operands)
 
 
-def _with_inputs_to_give(
-    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
+def _extend_hint(
+    sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
 ) -> str:
     """Return the hint of an error inside of a control-flow operator. It is extended by the flags
     that fix the inputs that decide what the operator executes, if there are such inputs.
@@ -420,13 +428,13 @@ def _with_inputs_to_give(
     asked = [
         name for name in operands[: ASKED[node.op_type][0]] if name and name not in sweep.arrays
     ]
-    names = dict.fromkeys(each for name in asked for each in sweep.deciding(name))
+    names = dict.fromkeys(each for name in asked for each in sweep.deciding_inputs(name))
     advice = hint_for_control_flow(node, tuple(names))
     return "; or ".join(filter(None, (hint, advice)))
 
 
-def _with_own_statistics(
-    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
+def _replace_chained_statistics(
+    sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the operands of a BatchNormalization in training mode. Updated statistics of an
     earlier BatchNormalization are replaced by the running statistics that were updated.
@@ -438,7 +446,7 @@ def _with_own_statistics(
     readers = sweep.weights.roles.uses.readers
     for result in node.output[1:3]:
         is_chained = all(
-            trains_statistics(reader) and slot in STATISTIC_SLOTS
+            is_training_batch_norm(reader) and slot in STATISTIC_SLOTS
             for reader, slot in readers.get(result, ())
         )
         if result in sweep.results or not is_chained:
@@ -452,7 +460,7 @@ def _with_own_statistics(
 
 
 def _detach_operands(
-    sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads
+    sweep: _ReaderState, node: onnx.NodeProto, detached: DetachedReads
 ) -> onnx.NodeProto:
     """Return the node with a detached copy in place of each of its operands that `detached` lists.
     Adds the nodes that detach them.
@@ -471,19 +479,19 @@ def _detach_operands(
             _detach(sweep, source, operands[slot])
         if operands[slot] not in sweep.types:
             operands[slot] = name
-    return node if operands == list(node.input) else renamed(node, operands, node.output)
+    return node if operands == list(node.input) else copy_with_names(node, operands, node.output)
 
 
-def _detach(sweep: _Sweep, operand: str, result: str) -> None:
+def _detach(sweep: _ReaderState, operand: str, result: str) -> None:
     """Add a StopGradient node, through which `result` equals `operand` but passes no gradient to
     it.
     """
     sweep.types[result] = replace(sweep.types[operand], name=result)
-    title = _unique(sweep, f"{result}/stop")
+    title = _unique_name(sweep, f"{result}/stop")
     sweep.nodes.append(Node(title, STOP_GRADIENT, (operand,), (result,), domain="autopipe"))
 
 
-def _read_padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
+def _read_padded_lookup(sweep: _ReaderState, node: onnx.NodeProto, row: int) -> None:
     """Read an embedding whose table row `row` is a padding row and gets no gradient. The added
     nodes are those that `autopipe export` writes for it.
     """
@@ -492,25 +500,25 @@ def _read_padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
         f"{result}/{each}"
         for each in ("rows", "stopped", "padding", "is_padding", "per_row", "axis")
     )
-    _visit(sweep, renamed(node, node.input, [rows]))
+    _visit(sweep, copy_with_names(node, node.input, [rows]))
     source = sweep.aliases.get(rows, rows)
     indices = sweep.types[sweep.aliases.get(node.input[1], node.input[1])]
     _detach(sweep, source, stopped)
-    sweep.hold(padding, np.array(row, indices.dtype.value), indices.dtype)
-    sweep.hold(axis, np.array([-1]), DType.INT64)
-    _visit(sweep, made_node(node, "Equal", [node.input[1], padding], [is_padding]))
-    _visit(sweep, made_node(node, "Unsqueeze", [is_padding, axis], [per_row]))
-    _visit(sweep, made_node(node, "Where", [per_row, stopped, rows], [result]))
+    sweep.record_array(padding, np.array(row, indices.dtype.value), indices.dtype)
+    sweep.record_array(axis, np.array([-1]), DType.INT64)
+    _visit(sweep, replacement_node(node, "Equal", [node.input[1], padding], [is_padding]))
+    _visit(sweep, replacement_node(node, "Unsqueeze", [is_padding, axis], [per_row]))
+    _visit(sweep, replacement_node(node, "Where", [per_row, stopped, rows], [result]))
 
 
 def _find_replacement_nodes(
-    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
+    sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> Iterable[onnx.NodeProto] | None:
     """Return the nodes that replace a node of control flow, sequences or dynamic shapes; None if
     the node is not of this kind. The caller must visit each node before it requests the next one.
     """
     if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
-        return replace_control_flow(node, operands, sweep.access())
+        return replace_control_flow(node, operands, sweep.reader_access())
     if sweep.sequences.handles(node):
         return sweep.sequences.replace(node, operands, sweep.types, sweep.arrays)
     if sweep.dynamic_shapes.must_replace(node, operands, sweep.types, sweep.arrays, sweep.declared):
@@ -520,18 +528,18 @@ def _find_replacement_nodes(
     return None
 
 
-def _keep_loop(sweep: _Sweep, loop: KeptLoop) -> str:
+def _keep_loop(sweep: _ReaderState, loop: KeptLoop) -> str:
     """Add a loop operator and return "". If that is not possible, add nothing and return the
     reason.
     """
-    former = sweep.known_so_far()
+    former = sweep.copy_tables()
     outer: list[Node] = former["nodes"]
     sweep.nodes = []
     try:
-        sweep.types.update(inner_types(loop, sweep.types))
+        sweep.types.update(body_input_types(loop, sweep.types))
         for each in loop.nodes:
             _visit(sweep, each)
-        made = loop_of(
+        made = build_loop(
             loop, sweep.nodes, sweep.types, sweep.arrays, sweep.aliases, sweep.source.opset
         )
     except ModelError as error:
@@ -540,16 +548,16 @@ def _keep_loop(sweep: _Sweep, loop: KeptLoop) -> str:
         return error.message
     before, node, constants, results = made
     for constant in constants:
-        sweep.keep(constant)
+        sweep.record_tensor(constant)
     sweep.types.update((value.name, value) for value in results)
-    sweep.nodes = [*outer, *before, replace(node, name=_unique(sweep, node.name))]
+    sweep.nodes = [*outer, *before, replace(node, name=_unique_name(sweep, node.name))]
     return ""
 
 
 class _FileScope:
     """A scope for a rewriter whose new nodes are read as if the file contained them."""
 
-    def __init__(self, sweep: _Sweep) -> None:
+    def __init__(self, sweep: _ReaderState) -> None:
         self._sweep = sweep
 
     @property
@@ -566,7 +574,7 @@ class _FileScope:
         return name
 
     def hold(self, value: Value, array: np.ndarray) -> None:
-        self._sweep.hold(value.name, array, value.dtype)
+        self._sweep.record_array(value.name, array, value.dtype)
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
         import onnx.helper
@@ -589,10 +597,12 @@ class _TypedScope(_FileScope):
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
         self._sweep.types.update((value.name, value) for value in results)
-        self._sweep.nodes.append(replace(node, name=_unique(self._sweep, node.name)))
+        self._sweep.nodes.append(replace(node, name=_unique_name(self._sweep, node.name)))
 
 
-def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> FileRewriter:
+def _file_rewriter(
+    sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]
+) -> FileRewriter:
     """Return a rewriter for the node whose new nodes are read as if the file contained them."""
     scope = _FileScope(sweep)
     return FileRewriter(
@@ -601,7 +611,10 @@ def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...
 
 
 def _read_decomposition(
-    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], decomposition: Decomposition
+    sweep: _ReaderState,
+    node: onnx.NodeProto,
+    operands: tuple[str, ...],
+    decomposition: Decomposition,
 ) -> bool:
     """Read the nodes that `decomposition` writes for a node. Return False if it writes none, so
     that the node is kept.
@@ -616,20 +629,20 @@ def _read_decomposition(
     return is_replaced
 
 
-def _add_alias(sweep: _Sweep, name: str, operand: str) -> None:
+def _add_alias(sweep: _ReaderState, name: str, operand: str) -> None:
     """Record that `name` is another name of the value `operand`."""
     sweep.aliases[name] = operand
     sweep.types[name] = sweep.types[operand]
 
 
-def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
+def _add_operator(sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
     """Add a node to the graph. If its operands are known, its results are evaluated and recorded
     instead; if it changes nothing, its result becomes an alias.
     """
     attributes = attributes_of(node)
-    if trains_statistics(node):
-        operands = _with_own_statistics(sweep, node, operands)
-    if estimates_variance(node):
+    if is_training_batch_norm(node):
+        operands = _replace_chained_statistics(sweep, node, operands)
+    if uses_unbiased_variance(node):
         attributes = (*attributes, ("unbiased", 1))
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
     require_known(
@@ -638,7 +651,7 @@ def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
         sweep.arrays,
         sweep.settled,
         sweep.is_input,
-        sweep.deciding,
+        sweep.deciding_inputs,
         sweep.source.opset,
     )
     pairs = tuple(
@@ -656,7 +669,9 @@ def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
         if results is not None and all(result.size <= FOLD_LIMIT for result in results):
             for name, array, inferred in zip(node.output, results, types, strict=False):
                 if name:
-                    sweep.hold(name, array, inferred.dtype if inferred else DType(array.dtype.name))
+                    sweep.record_array(
+                        name, array, inferred.dtype if inferred else DType(array.dtype.name)
+                    )
             return
     if (
         not domain
@@ -664,7 +679,7 @@ def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
         and (decided := _known_logical_result(node.op_type, known)) is not None
         and types[0] is not None
     ):
-        sweep.hold(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
+        sweep.record_array(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
         return
     operands = _drop_empty_operands(sweep, node, operands)
     if _leaves_operand_unchanged(sweep, node, operands, types):
@@ -679,7 +694,7 @@ def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
             sweep.types[name] = _merge_types(sweep, name, inferred, f"{node.op_type} {node.name!r}")
     sweep.nodes.append(
         Node(
-            _unique(sweep, node.name or node.op_type),
+            _unique_name(sweep, node.name or node.op_type),
             node.op_type,
             _trim_empty_names(operands),
             _trim_empty_names(node.output),
@@ -690,7 +705,7 @@ def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 
 
 def _apply_declared_types(
-    sweep: _Sweep, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
+    sweep: _ReaderState, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
 ) -> tuple[Value | None, ...]:
     """Return the inferred result types `types`, with one exception: the result of an
     RMSNormalization gets the element type of its first operand `first`, as in torch, if the file
@@ -727,7 +742,10 @@ def _known_logical_result(operator: str, known: Sequence[np.ndarray | None]) -> 
 
 
 def _leaves_operand_unchanged(
-    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
+    sweep: _ReaderState,
+    node: onnx.NodeProto,
+    operands: tuple[str, ...],
+    types: tuple[Value | None, ...],
 ) -> bool:
     """True if a node that moves or repeats elements returns its first operand unchanged, given the
     inferred shapes.
@@ -757,7 +775,7 @@ def _leaves_operand_unchanged(
 
 
 def _drop_empty_operands(
-    sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
+    sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the operands of a node. Those of a Concat that are empty, as a cache may be, are
     dropped; if all are empty, the first is kept.
@@ -768,7 +786,7 @@ def _drop_empty_operands(
     return tuple(name for name in operands if sweep.types[name].shape[axis]) or operands[:1]
 
 
-def _merge_types(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
+def _merge_types(sweep: _ReaderState, name: str, inferred: Value | None, where: str) -> Value:
     """Return the type of a result: the inferred type, otherwise the declared type. Raises
     ModelError if there is neither.
     """
@@ -785,7 +803,7 @@ def _merge_types(sweep: _Sweep, name: str, inferred: Value | None, where: str) -
     )
 
 
-def _read_constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
+def _read_constant(sweep: _ReaderState, node: onnx.NodeProto) -> None:
     """Read a Constant node: its tensor becomes a constant or a parameter."""
     where = f"Constant {node.name!r}"
     if len(node.attribute) != 1 or len(node.output) != 1:
@@ -797,7 +815,7 @@ def _read_constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     name = node.output[0]
     attribute = node.attribute[0]
     if attribute.name == "value":
-        sweep.keep(sweep.weights.constant(name, attribute.t))
+        sweep.record_tensor(sweep.weights.read_constant(name, attribute.t))
         return
     kinds = {
         "value_float": np.float32,
@@ -811,10 +829,10 @@ def _read_constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
         )
     (stated,) = attributes_of(node)
     array = np.asarray(stated[1], dtype=kinds[attribute.name])
-    sweep.hold(name, array, DType(array.dtype.name))
+    sweep.record_array(name, array, DType(array.dtype.name))
 
 
-def _read_filled_constant(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
+def _read_filled_constant(sweep: _ReaderState, node: onnx.NodeProto, shape: np.ndarray) -> None:
     """Read a ConstantOfShape node that creates a weight: it becomes a parameter whose elements all
     have one value.
     """
@@ -827,22 +845,22 @@ def _read_filled_constant(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray
         dtype = dtype_of(tensor.data_type, where)
         number = float(array_of(tensor, where).reshape(-1)[0])
     extents = tuple(int(extent) for extent in shape)
-    sweep.keep(sweep.weights.filled(Value(name, dtype, extents), number))
+    sweep.record_tensor(sweep.weights.make_filled(Value(name, dtype, extents), number))
 
 
-def _read_shape_result(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
+def _read_shape_result(sweep: _ReaderState, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
     """Read a Shape or Size node whose operand has the shape `shape`. The result is known."""
     if node.op_type == "Size":
-        sweep.hold(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
+        sweep.record_array(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
         return
     stated = dict(attributes_of(node))
     start = stated.get("start", 0)
     end = stated.get("end", len(shape))
     assert isinstance(start, int) and isinstance(end, int)
-    sweep.hold(node.output[0], np.asarray(shape[start:end], dtype=np.int64), DType.INT64)
+    sweep.record_array(node.output[0], np.asarray(shape[start:end], dtype=np.int64), DType.INT64)
 
 
-def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
+def _stops_gradient(sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
     """True if a node is a `detach` of a floating-point value whose data are not known."""
     if node.op_type != "Identity" or len(operands) != 1 or operands[0] in sweep.arrays:
         return False
@@ -853,7 +871,7 @@ def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     )
 
 
-def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
+def _passes_through(sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
     """True if a node returns its first operand: an Identity, a Dropout that drops no elements, or a
     Cast to the operand's type. False if a further result of the node, such as the mask, is read.
     """
@@ -876,7 +894,7 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     return not training or drops_none
 
 
-def _unique(sweep: _Sweep, base: str) -> str:
+def _unique_name(sweep: _ReaderState, base: str) -> str:
     """Return `base` as name of a node, with a number appended if the name is in use."""
     name = base
     while name in sweep.names:
@@ -891,7 +909,7 @@ def _trim_empty_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names[: max((place for place, name in enumerate(names, 1) if name), default=0)])
 
 
-def _build_graph(sweep: _Sweep, inputs: Inputs) -> Graph:
+def _build_graph(sweep: _ReaderState, inputs: Inputs) -> Graph:
     """Return the graph of all nodes that have been read. An output that is another name of a value
     gets an Identity.
     """
@@ -900,7 +918,7 @@ def _build_graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     outputs = dict(_find_outputs(sweep))
     for name, source in outputs.items():
         if name != source:
-            # An output keeps its name in the file. `cleaned` later removes the Identity if
+            # An output keeps its name in the file. `clean_graph` later removes the Identity if
             # possible.
             title = name
             while title in sweep.names:
@@ -922,7 +940,7 @@ def _build_graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     )
 
 
-def _find_outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
+def _find_outputs(sweep: _ReaderState) -> Iterator[tuple[str, str]]:
     """Yield (name, value in the graph) for each output. For an output that is a sequence, yield one
     pair per tensor, named NAME/0, NAME/1, … Raises ModelError if no node writes an output.
     """

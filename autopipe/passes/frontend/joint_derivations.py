@@ -60,10 +60,10 @@ def find_joint_derivation(arrays: Arrays, result: np.ndarray) -> Derivation | No
         or len(np.unique(result)) < MIN_ELEMENTS
     ):
         return None
-    found = _concatenated(arrays, result)
+    found = _find_concatenation(arrays, result)
     if found is None and len(arrays) == 2:
-        found = _elementwise(arrays, result) or _scaled_product(arrays, result)
-    return _sum_with_product(arrays, result) if found is None and len(arrays) > 2 else found
+        found = _find_elementwise(arrays, result) or _find_scaled_product(arrays, result)
+    return _find_sum_with_product(arrays, result) if found is None and len(arrays) > 2 else found
 
 
 def find_sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | None:
@@ -80,18 +80,20 @@ def find_sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] 
     if abs(factor * total - expected) > SUM_ROUNDINGS * abs(expected):
         return None
     first, *others = arrays
-    steps = list(_squares(arrays[first]))
-    steps += [Step("Add", (), other=name, moves=_squares(arrays[name])) for name in others]
+    steps = list(_sum_of_squares_steps(arrays[first]))
+    steps += [
+        Step("Add", (), other=name, moves=_sum_of_squares_steps(arrays[name])) for name in others
+    ]
     steps.append(Step("Mul", (), operand=np.full((), factor, result.dtype)))
     return tuple(steps) if not result.shape else (*steps, Step("Reshape", result.shape))
 
 
-def _squares(array: np.ndarray) -> tuple[Step, ...]:
+def _sum_of_squares_steps(array: np.ndarray) -> tuple[Step, ...]:
     """Return the steps that compute the sum of the squares of all elements of `array`."""
     return Step("Pow", array.shape, operand=np.full((), 2, array.dtype)), Step("ReduceSum", ())
 
 
-def _concatenated(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+def _find_concatenation(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the derivation of `result` as the concatenation of all `arrays` in some order; None if
     it is none.
     """
@@ -123,27 +125,28 @@ def _concat_steps(parts: list[np.ndarray], order: tuple[str, ...], axis: int) ->
         yield Step("Concat", tuple(shape), other=name, axis=axis)
 
 
-def _elementwise(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+def _find_elementwise(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the derivation of `result` as product, sum, difference or quotient of two parameters,
     which may be transposed, reshaped or broadcast. None if it is none of these.
     """
     for first_name, second_name in itertools.permutations(arrays):
         for (first, first_moves), (second, second_moves) in itertools.product(
-            _broadcastable(arrays[first_name], result.shape),
-            _broadcastable(arrays[second_name], result.shape),
+            _broadcastable_forms(arrays[first_name], result.shape),
+            _broadcastable_forms(arrays[second_name], result.shape),
         ):
             if np.broadcast_shapes(first.shape, second.shape) != result.shape:
                 continue
             sampled = (
-                _sampled(np.broadcast_to(first, result.shape)),
-                _sampled(np.broadcast_to(second, result.shape)),
+                _sample_elements(np.broadcast_to(first, result.shape)),
+                _sample_elements(np.broadcast_to(second, result.shape)),
             )
             for operator in ("Mul", "Add", "Sub", "Div"):
                 step = Step(operator, result.shape, other=second_name, moves=second_moves)
                 sample = Step(operator, sampled[0].shape, other=second_name)
                 with np.errstate(all="ignore"):
                     if not np.array_equal(
-                        sample.apply(sampled[0], {second_name: sampled[1]}), _sampled(result)
+                        sample.apply(sampled[0], {second_name: sampled[1]}),
+                        _sample_elements(result),
                     ):
                         continue
                     if np.array_equal(step.apply(first, arrays), result):
@@ -151,7 +154,7 @@ def _elementwise(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     return None
 
 
-def _sampled(array: np.ndarray) -> np.ndarray:
+def _sample_elements(array: np.ndarray) -> np.ndarray:
     """Return at most `SAMPLED` elements of `array`. Arrays of the same shape yield elements at the
     same positions.
     """
@@ -159,7 +162,7 @@ def _sampled(array: np.ndarray) -> np.ndarray:
     return np.asarray(array[np.unravel_index(places, array.shape)])
 
 
-def _broadcastable(
+def _broadcastable_forms(
     array: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
     """Yield (array, steps): forms of `array` that numpy can broadcast to `shape`, and the steps
@@ -174,28 +177,28 @@ def _broadcastable(
         expected = tuple(1 if one else extent for one, extent in zip(ones, shape, strict=True))
         if math.prod(expected) == array.size:
             moves = () if array.shape == expected else (Step("Reshape", expected),)
-            if _without_ones(array.shape) == _without_ones(expected):
+            if _sizes_above_one(array.shape) == _sizes_above_one(expected):
                 yield apply_steps(moves, array), moves
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _sizes_above_one(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes above 1."""
     return tuple(extent for extent in shape if extent > 1)
 
 
-def _scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+def _find_scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the derivation of `result` as a constant times the matrix product of two parameters,
     either of which may be transposed. None if it is no such product.
     """
     for first_name, second_name in itertools.permutations(arrays):
         for (first, first_moves), (second, second_moves) in itertools.product(
-            _with_transpose(arrays[first_name]), _with_transpose(arrays[second_name])
+            _array_and_transpose(arrays[first_name]), _array_and_transpose(arrays[second_name])
         ):
             if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[0]:
                 continue
             if (first.shape[0], second.shape[1]) != result.shape:
                 continue
-            factor = _factor_of_product(first, second, result)
+            factor = _find_product_factor(first, second, result)
             if factor is not None:
                 steps = (
                     *first_moves,
@@ -206,14 +209,14 @@ def _scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     return None
 
 
-def _with_transpose(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
+def _array_and_transpose(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
     """Yield (array, steps) for an array and, if it is a matrix, for its transpose."""
     yield array, ()
     if array.ndim == 2:
         yield array.T, (Step("Transpose", array.shape[::-1], (1, 0)),)
 
 
-def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray) -> float | None:
+def _find_product_factor(first: np.ndarray, second: np.ndarray, result: np.ndarray) -> float | None:
     """Return the factor with which the matrix product of `first` and `second` must be multiplied to
     yield `result`, rounded to three significant digits. None if there is no such factor.
     """
@@ -228,7 +231,7 @@ def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray
     return None
 
 
-def _sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+def _find_sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the derivation of `result` as the sum of one parameter and a constant times the matrix
     product of two others. None if it is no such sum.
     """
@@ -238,19 +241,19 @@ def _sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
         if array.shape != result.shape:
             continue
         others = {other: each for other, each in arrays.items() if other != name}
-        found = _product_of_difference(others, result, array)
+        found = _find_product_of_difference(others, result, array)
         if found is not None:
             return found[0], (*found[1], Step("Add", result.shape, other=name))
     return None
 
 
-def _product_of_difference(
+def _find_product_of_difference(
     arrays: Arrays, result: np.ndarray, summand: np.ndarray
 ) -> Derivation | None:
     """Return the derivation of `result - summand` as a constant times the matrix product of two
     parameters; None if it is no such product. Constants have the type of `result`.
     """
-    found = _scaled_product(arrays, result.astype(np.float64) - summand)
+    found = _find_scaled_product(arrays, result.astype(np.float64) - summand)
     if found is None:
         return None
     name, steps = found

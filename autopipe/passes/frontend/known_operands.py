@@ -46,7 +46,7 @@ def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[s
     return tuple(value.name for value in read)
 
 
-def settings_of(names: Sequence[str]) -> str:
+def input_flags(names: Sequence[str]) -> str:
     """Return the command-line flags with which a user fixes the inputs `names` to numbers."""
     return " ".join(f"--set model.inputs.{name}=NUMBER" for name in names)
 
@@ -59,7 +59,7 @@ def hint_for_control_flow(node: onnx.NodeProto, names: Sequence[str]) -> str:
         return ""
     listed = ", ".join(map(repr, names))
     reason = f"{ASKED[node.op_type][1]} {plural(len(names), 'input')} {listed} can be any number"
-    return f"{reason}: {settings_of(names)}"
+    return f"{reason}: {input_flags(names)}"
 
 
 def require_known(
@@ -85,7 +85,7 @@ def require_known(
     )
     if row is None:
         return
-    unused = _unused(node)
+    unused = _ignored_operands(node)
     for index in row.static:
         name = operands[index] if index < len(operands) else ""
         if not name or name in known or index in row.computable or index in unused:
@@ -98,13 +98,13 @@ def require_known(
             origin = "is an input"
             hint = f"{hint}, or set its value in model.inputs"
         elif names := deciding(name):
-            hint = f"{hint}, or set the inputs that determine it: {settings_of(names)}"
+            hint = f"{hint}, or set the inputs that determine it: {input_flags(names)}"
         title = _operand_name(node, index, opset)
         message = f"{title} must be a constant, but {node.input[index]!r} {origin}"
         raise ModelError(message, hint, f"{node.op_type} {node.name!r}")
 
 
-def _unused(node: onnx.NodeProto) -> tuple[int, ...]:
+def _ignored_operands(node: onnx.NodeProto) -> tuple[int, ...]:
     """Return the indices of operands that the node ignores because of its attributes."""
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
     coordinates = next(

@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopipe.ir.errors import ModelError
 from autopipe.ir.files import lfs_error
 from autopipe.ir.graph import FileSlice, VarintSlice
-from autopipe.passes.frontend.control_flow import hoist, nodes_within, reads
-from autopipe.passes.frontend.device_annotations import Configuration, configurations_of, texts_of
-from autopipe.passes.frontend.elements import stored_numbers
-from autopipe.passes.frontend.merged_parameters import Apart, take_apart
-from autopipe.passes.frontend.protobuf_scan import strip_weights, unannotated
+from autopipe.passes.frontend.control_flow import hoist_from_bodies, nodes_within, read_names
+from autopipe.passes.frontend.device_annotations import (
+    Configuration,
+    annotation_names,
+    configurations_of,
+)
+from autopipe.passes.frontend.elements import read_stored_data
+from autopipe.passes.frontend.merged_parameters import UntiedParameters, untie_parameters
+from autopipe.passes.frontend.protobuf_scan import strip_annotations, strip_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -40,7 +44,7 @@ DEEPEST = 64
 """Maximum depth of nested calls of the file's functions."""
 
 
-class Extent(NamedTuple):
+class CallSize(NamedTuple):
     """Size of a function call: the nodes and bytes that it becomes if all calls in it are inlined,
     and the depth of its nested calls.
     """
@@ -50,15 +54,15 @@ class Extent(NamedTuple):
     depth: int
 
 
-def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with calls of its own functions replaced by the nodes of the functions.
     Raises ModelError if that fails or if the result would be too large.
     """
     import onnx.checker
     import onnx.inliner
 
-    _require_bounded(model)
-    _state_defaults(model)
+    _require_bounded_inlining(model)
+    _add_default_attributes(model)
     try:
         return onnx.inliner.inline_local_functions(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
@@ -67,7 +71,7 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
         ) from error
 
 
-def _state_defaults(model: onnx.ModelProto) -> None:
+def _add_default_attributes(model: onnx.ModelProto) -> None:
     """Add the default attributes of functions to calls that omit them. onnx's inliner would lose
     the defaults.
     """
@@ -76,7 +80,7 @@ def _state_defaults(model: onnx.ModelProto) -> None:
     for call in nodes_within(itertools.chain.from_iterable(graphs)):
         stated = {each.name for each in call.attribute}
         call.attribute.extend(
-            each for each in defaults.get(_key(call), ()) if each.name not in stated
+            each for each in defaults.get(_call_key(call), ()) if each.name not in stated
         )
 
 
@@ -85,14 +89,14 @@ def _function_key(function: onnx.FunctionProto) -> Key:
     return function.domain, function.name, function.overload
 
 
-def _require_bounded(model: onnx.ModelProto) -> None:
+def _require_bounded_inlining(model: onnx.ModelProto) -> None:
     """Raise ModelError, naming the call, if calls of functions are recursive or nested too deeply,
     or if inlining would produce too many nodes or bytes.
     """
     functions = {_function_key(function): function for function in model.functions}
-    extents: dict[Key, Extent] = {}
+    extents: dict[Key, CallSize] = {}
 
-    def extent(key: Key, callers: tuple[Key, ...], where: str) -> Extent:
+    def extent(key: Key, callers: tuple[Key, ...], where: str) -> CallSize:
         """Return the size of a call of the function `key`. `callers` are the functions from which
         the call is made, outermost first; `where` names the outermost call in errors.
         """
@@ -113,10 +117,10 @@ def _require_bounded(model: onnx.ModelProto) -> None:
             nodes = list(nodes_within(functions[key].node))
             called = [
                 extent(each, (*callers, key), where)
-                for each in map(_key, nodes)
+                for each in map(_call_key, nodes)
                 if each in functions
             ]
-            extents[key] = Extent(
+            extents[key] = CallSize(
                 len(nodes) + sum(each.nodes for each in called),
                 # Inlining adds a prefix to the names of values of a called function, so names get
                 # longer at each level.
@@ -128,10 +132,10 @@ def _require_bounded(model: onnx.ModelProto) -> None:
 
     nodes = size = 0
     for call in nodes_within(model.graph.node):
-        if _key(call) not in functions:
+        if _call_key(call) not in functions:
             continue
         where = f"{call.op_type} {call.name!r}"
-        found = extent(_key(call), (), where)
+        found = extent(_call_key(call), (), where)
         nodes = nodes + found.nodes
         size = size + found.bytes
         if nodes > MOST_NODES or size > MOST_BYTES:
@@ -144,7 +148,7 @@ def _require_bounded(model: onnx.ModelProto) -> None:
             )
 
 
-def _key(node: onnx.NodeProto) -> Key:
+def _call_key(node: onnx.NodeProto) -> Key:
     """Return the domain, name and overload of the function that a node may call."""
     return node.domain, node.op_type, node.overload
 
@@ -182,7 +186,7 @@ class Source:
     """Location in the file of the data that were not loaded, by tensor name."""
     metadata: dict[str, str]
     producer: str
-    apart: Apart
+    apart: UntiedParameters
     """The separate tensors that were added to `graph` for parameters that the exporter merged."""
     configurations: tuple[Configuration, ...]
     warnings: tuple[str, ...]
@@ -200,10 +204,10 @@ def load(path: Path) -> Source:
     try:
         return _load(path)
     except ModelError as error:
-        raise located(error, path) from error
+        raise add_path_to_error(error, path) from error
 
 
-def located(error: ModelError, path: Path) -> ModelError:
+def add_path_to_error(error: ModelError, path: Path) -> ModelError:
     """Return a copy of the error whose location begins with the file's path."""
     return ModelError(
         error.message, hint=error.hint, where=f"{path}: {error.where}" if error.where else str(path)
@@ -215,33 +219,33 @@ def _load(path: Path) -> Source:
     import google.protobuf.message  # type: ignore[import-untyped]
     import onnx
 
-    stripped, slices = strip_weights(opened(path))
+    stripped, slices = strip_weights(map_file(path))
     try:
         model = onnx.ModelProto.FromString(stripped)
     except google.protobuf.message.DecodeError as error:
         raise ModelError("the file is not an ONNX model: its protobuf cannot be parsed") from error
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         raise ModelError("the file is not an ONNX model: its graph is missing or empty")
-    if not all(isinstance(text, str) for text in _texts(model)):
+    if not all(isinstance(text, str) for text in _texts_to_check(model)):
         raise ModelError("the file is not a valid ONNX model: a name in it is not text")
     ignored = "multi-device annotations of and inside the file's functions are ignored"
-    warnings = (ignored,) if _without_annotated_calls(model) else ()
+    warnings = (ignored,) if _remove_call_annotations(model) else ()
     if model.graph.sparse_initializer:
         raise ModelError(
             "the model has sparse weights, which are not supported: "
             f"{model.graph.sparse_initializer[0].values.name!r}"
         )
-    opsets = _opsets(model)
+    opsets = _checked_opsets(model)
     metadata = {
         entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)
     }
-    apart = take_apart(
-        model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, path)
+    apart = untie_parameters(
+        model, metadata, lambda tensor: read_stored_data(tensor.name, tensor, slices, path)
     )
-    hoist(model.graph, slices)
+    hoist_from_bodies(model.graph, slices)
     if model.functions:
-        model = inlined(model)
-        hoist(model.graph, slices)
+        model = inline_functions(model)
+        hoist_from_bodies(model.graph, slices)
     positions = topological_positions(model.graph)
     return Source(
         path=path,
@@ -265,17 +269,17 @@ def file_digest(path: Path) -> str:
     file, if it cannot be read.
     """
     try:
-        return _digest(strip_weights(opened(path))[0])
+        return _digest(strip_weights(map_file(path))[0])
     except ModelError as error:
-        raise located(error, path) from error
+        raise add_path_to_error(error, path) from error
 
 
 def _digest(stripped: bytes) -> str:
     """Return the SHA-256 of a serialized model without its annotations and its format version."""
-    return hashlib.sha256(b"".join(unannotated(memoryview(stripped)))).hexdigest()
+    return hashlib.sha256(b"".join(strip_annotations(memoryview(stripped)))).hexdigest()
 
 
-def _texts(model: onnx.ModelProto) -> Iterator[object]:
+def _texts_to_check(model: onnx.ModelProto) -> Iterator[object]:
     """Yield every text of the model that autopipe reads, so that the caller can check the encoding.
     Protobuf returns bytes for a text that is not UTF-8.
     """
@@ -300,10 +304,10 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
     ):
         yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
         yield from (attribute.name for attribute in node.attribute)
-    yield from texts_of(model)
+    yield from annotation_names(model)
 
 
-def opened(path: Path) -> memoryview:
+def map_file(path: Path) -> memoryview:
     """Return the bytes of a file, memory-mapped. Raises ModelError if the file is missing, is
     empty, is a Git LFS pointer, or cannot be read.
     """
@@ -328,7 +332,7 @@ def opened(path: Path) -> memoryview:
         raise ModelError(f"the model file cannot be read: {error.strerror}") from error
 
 
-def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
+def _checked_opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     """Return (domain, version) of the imported operator sets, sorted by domain. Raises ModelError
     if a version is not supported or if there are too many sets.
     """
@@ -364,7 +368,7 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(opsets.items()))
 
 
-def _without_annotated_calls(model: onnx.ModelProto) -> bool:
+def _remove_call_annotations(model: onnx.ModelProto) -> bool:
     """Remove device annotations of function calls and of nodes inside of functions, because
     inlining removes or renames the tensors that they name. Return True if there were any.
     """
@@ -396,7 +400,7 @@ def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
                 )
             writer[name] = index
     waits: list[set[int]] = [
-        {writer[name] for name in reads(node) if name in writer} for node in graph.node
+        {writer[name] for name in read_names(node) if name in writer} for node in graph.node
     ]
     readers: dict[int, list[int]] = {}
     for index, needed in enumerate(waits):

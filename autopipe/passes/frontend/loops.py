@@ -14,13 +14,13 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Value
 from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.ops.loop import LOOP
-from autopipe.passes.frontend.cleanup import cleaned
+from autopipe.passes.frontend.cleanup import clean_graph
 from autopipe.passes.frontend.control_flow import MAX_UNROLLED_NODES, KeptLoop, ScanInput
 from autopipe.passes.frontend.fusion.rules import fuse_operators
 from autopipe.passes.frontend.inference import RANDOM
 
 
-def inner_types(kept: KeptLoop, types: Mapping[str, Value]) -> dict[str, Value]:
+def body_input_types(kept: KeptLoop, types: Mapping[str, Value]) -> dict[str, Value]:
     """Return the types of the values that the body of a loop receives in each iteration: the
     iteration number, the states, and slices of the scan inputs. `types` has the types of values
     outside of the loop.
@@ -34,7 +34,7 @@ def inner_types(kept: KeptLoop, types: Mapping[str, Value]) -> dict[str, Value]:
     return found
 
 
-def loop_of(
+def build_loop(
     kept: KeptLoop,
     nodes: Sequence[Node],
     types: Mapping[str, Value],
@@ -54,7 +54,7 @@ def loop_of(
     """
     if not all(arrays.get(aliases.get(name, name), np.False_).all() for name in kept.ends):
         raise ModelError("the condition that ends the loop depends on data")
-    before, inner, scanned = _divide(kept, nodes, types)
+    before, inner, scanned = _split_body(kept, nodes, types)
     results = [each.result for each in kept.states] + [each.result for each in kept.gathered]
     results = [aliases.get(name, name) for name in results]
     for state, result in zip(kept.states, results, strict=False):
@@ -85,8 +85,8 @@ def loop_of(
         outputs=tuple(results),
         values=tuple(types[name] for node in inner for name in node.outputs if name),
     )
-    body = fuse_operators(cleaned(body))
-    _require_repeatable(body)
+    body = fuse_operators(clean_graph(body))
+    _require_supported_body(body)
     needed = {*given, *body.outputs, *(name for node in body.nodes for name in node.inputs)}
     body = replace(body, inputs=tuple(value for value in body.inputs if value.name in needed))
     operands = [each.operand for each in kept.states] + [each.operand for each in scanned]
@@ -128,7 +128,7 @@ def loop_of(
     return before, loop, added, [value for value in made if value.name]
 
 
-def _divide(
+def _split_body(
     kept: KeptLoop, nodes: Sequence[Node], types: Mapping[str, Value]
 ) -> tuple[list[Node], list[Node], list[ScanInput]]:
     """Split the nodes of the body, and return (nodes with equal results in all iterations, other
@@ -156,7 +156,7 @@ def _divide(
     return before, inner, scanned
 
 
-def _require_repeatable(body: Graph) -> None:
+def _require_supported_body(body: Graph) -> None:
     """Raise ModelError if a loop operator cannot have this body: it has too many nodes, or contains
     a loop, an unsupported operator, a node that mixes samples, or an operand that must be constant
     but is not.

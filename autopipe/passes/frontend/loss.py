@@ -12,7 +12,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
 from autopipe.ir.ops import is_label_loss, operators_with
-from autopipe.passes.frontend.model import only_reached
+from autopipe.passes.frontend.model import freeze_unreached
 from autopipe.passes.frontend.rewriter import GraphEdit
 
 
@@ -35,7 +35,7 @@ class CrossEntropy:
 _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 
 
-def leaves_out(graph: Graph, node: Node) -> bool:
+def may_ignore_labels(graph: Graph, node: Node) -> bool:
     """True if the loss `node` may ignore labels. False if it has no `ignore_index`, if the labels
     are constants other than `ignore_index`, or if their type cannot represent it.
     """
@@ -70,11 +70,13 @@ def loss_choices(graph: Graph) -> tuple[str, ...]:
     if "loss" in numbers:
         return ("loss",)
     return tuple(
-        name for name in numbers if _is_written_by_loss(graph, name) or _trains(graph, name)
+        name
+        for name in numbers
+        if _is_written_by_loss(graph, name) or _reaches_parameter(graph, name)
     )
 
 
-def own_loss(graph: Graph) -> str:
+def find_only_loss(graph: Graph) -> str:
     """Return the name of the only output that can be the loss; "" if there is none or more than
     one.
     """
@@ -88,12 +90,12 @@ def _is_written_by_loss(graph: Graph, name: str) -> bool:
     return index is not None and is_label_loss(graph.nodes[index])
 
 
-def _trains(graph: Graph, name: str) -> bool:
+def _reaches_parameter(graph: Graph, name: str) -> bool:
     """True if `name` is a scalar from which a gradient reaches a trainable parameter. A value of
     one element with dimensions is no scalar: it may be the logit of a batch of one sample.
     """
     is_scalar = graph.type_of(name).shape == ()
-    return is_scalar and any(each.trainable for each in only_reached(graph, name).parameters)
+    return is_scalar and any(each.trainable for each in freeze_unreached(graph, name).parameters)
 
 
 def require_loss(graph: Graph, name: str) -> None:
@@ -117,7 +119,7 @@ def require_loss(graph: Graph, name: str) -> None:
         )
 
 
-def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
+def add_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     """Return (graph with the cross-entropy `choice` as additional output, name of that output).
     Raises ConfigurationError if the logits or labels do not fit.
     """
@@ -145,7 +147,7 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     while len(counted) > 2 and counted[-1] == 1:
         counted = counted[:-1]
     labels = Value(choice.labels, DType.INT64, counted[:-1])
-    graph = _with_labels(graph, labels, choice.logits)
+    graph = _add_labels_input(graph, labels, choice.logits)
     added = GraphEdit(graph)
     nodes = list(graph.nodes)
 
@@ -178,7 +180,7 @@ def _is_scalar(value: Value) -> bool:
     return value.dtype.is_floating and value.elements == 1
 
 
-def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
+def _add_labels_input(graph: Graph, labels: Value, logits: str) -> Graph:
     """Return the graph with the input `labels`. Raises ConfigurationError if it has an input of
     that name with another type.
     """

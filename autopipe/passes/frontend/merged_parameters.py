@@ -48,7 +48,7 @@ Numbers = Callable[["onnx.TensorProto"], "np.ndarray | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class UntiedParameters:
     """The separate tensors that were added for parameters that an exporter merged."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,9 @@ class Apart:
     """New tensors for which the file does not declare that they are parameters of their own."""
 
 
-def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers) -> Apart:
+def untie_parameters(
+    model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers
+) -> UntiedParameters:
     """Add a separate tensor to `model` for each parameter that was merged with another one, and
     return the new tensors. Changes `model` in place.
 
@@ -67,7 +69,7 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
     """
     graph = model.graph
     if model.functions or "autopipe.parameters" in metadata:
-        return Apart()
+        return UntiedParameters()
     held = {
         tensor.name: tensor
         for tensor in graph.initializer
@@ -75,9 +77,13 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
     }
     signature = Signature.of(graph, metadata)
     if signature:
-        wanted = list(_signed(graph, held, signature, numbers))
+        wanted = list(_uses_in_metadata(graph, held, signature, numbers))
     else:
-        wanted = list((_named if model.producer_name == PRODUCER else _used)(graph, held, numbers))
+        wanted = list(
+            (_uses_of_identities if model.producer_name == PRODUCER else _uses_of_uniform)(
+                graph, held, numbers
+            )
+        )
     taken = {each.name for each in (*graph.initializer, *graph.input)}
     taken.update(name for node in graph.node for name in node.output)
     copies: dict[str, str] = {}
@@ -103,10 +109,10 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
                     doubtful.append(name)
         if copies.get(name) == merged:
             graph.node[read[0]].input[read[1]] = name
-    return Apart(copies, tuple(doubtful))
+    return UntiedParameters(copies, tuple(doubtful))
 
 
-def _readers(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, list[Read]]:
+def _find_reads(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, list[Read]]:
     """Return the uses of each value of `names` as operand of a node."""
     found: dict[str, list[Read]] = {}
     for position, node in enumerate(graph.node):
@@ -116,7 +122,7 @@ def _readers(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, l
     return found
 
 
-def _signed(
+def _uses_in_metadata(
     graph: onnx.GraphProto,
     held: Mapping[str, onnx.TensorProto],
     signature: Signature,
@@ -126,7 +132,7 @@ def _signed(
     to the metadata of PyTorch's newer exporter. `held` has the tensors of the file by name.
     """
     known = {name: held[name] for name in held if signature.is_trained(name)}
-    readers = _readers(graph, known)
+    readers = _find_reads(graph, known)
     calls: dict[str, list[Read]] = {}
     for reads in readers.values():
         for read in reads:
@@ -140,7 +146,7 @@ def _signed(
         own = set(signature.origins(name)) | {name}
         plain: bool | None = None
         for read in reads:
-            meant = _meant(
+            meant = _parameter_in_call(
                 graph, read, sorted(calls[traced_call(graph.node[read[0]])[0]]), signature, made
             )
             if meant is not None and (not meant or meant in own):
@@ -156,7 +162,7 @@ def _signed(
             yield read, name, f"{name}{CONSTANT}" if meant is None else meant
 
 
-def _meant(
+def _parameter_in_call(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
     """Return the name of the parameter that operand `read` stands for, according to the traced call
@@ -172,14 +178,14 @@ def _meant(
         return ""
     named = [signature.arguments[each] for each in arguments if each in signature.arguments]
     if named:
-        return _claimed(graph, read, together, signature, named)
+        return _match_argument(graph, read, together, signature, named)
     if len(together) == 1 and len(arguments) == sum(bool(each) for each in node.input):
         found = arguments[sum(bool(each) for each in node.input[: read[1]])]
         return "" if found in made or NUMBERED.sub("", found) in SAME else found
     return None if node.op_type.endswith("Normalization") else ""
 
 
-def _claimed(
+def _match_argument(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, named: list[str]
 ) -> str | None:
     """Return the parameter that operand `read` stands for, among the parameters `named` that are
@@ -210,18 +216,20 @@ def _claimed(
     return None if graph.node[read[0]].op_type.endswith("Normalization") else ""
 
 
-def _named(
+def _uses_of_identities(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
     """Yield (use, merged tensor, new name) for each use of an Identity with which PyTorch's older
     exporter names a merged parameter. Renames the results of these Identity nodes in place.
     """
-    names = {node.output[0]: node.input[0] for node in graph.node if _is_name(node, held)}
+    names = {
+        node.output[0]: node.input[0] for node in graph.node if _is_naming_identity(node, held)
+    }
     outputs = {info.name for info in graph.output}
-    readers = _readers(graph, {**held, **names})
+    readers = _find_reads(graph, {**held, **names})
     looked: dict[str, tuple[bool, bool]] = {}
     for node in graph.node:
-        if not _is_name(node, held) or node.output[0] in outputs:
+        if not _is_naming_identity(node, held) or node.output[0] in outputs:
             continue
         name = node.output[0]
         merged = node.input[0]
@@ -248,7 +256,7 @@ def _named(
             yield read, merged, name
 
 
-def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool:
+def _is_naming_identity(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool:
     """True if a node is an Identity of a tensor of the file."""
     return (
         node.op_type == "Identity"
@@ -258,13 +266,13 @@ def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool
     )
 
 
-def _used(
+def _uses_of_uniform(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
     """Yield (use, merged tensor, new name) for each use, except the first, of a tensor with a
     single repeated value that is only used as scale or offset.
     """
-    for name, reads in _readers(graph, held).items():
+    for name, reads in _find_reads(graph, held).items():
         if len(reads) < 2 or not all(
             (graph.node[at].op_type, slot) in AFFINE_SLOTS for at, slot in reads
         ):

@@ -24,7 +24,7 @@ from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.decompositions.registry import decomposition_of
 from autopipe.passes.frontend.device_annotations import Configuration
 from autopipe.passes.frontend.fusion.rules import FUSED
-from autopipe.passes.frontend.parameters import quoted
+from autopipe.passes.frontend.parameters import quote_names
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     import onnx
 
     from autopipe.passes.frontend.load import Source
-    from autopipe.passes.frontend.merged_parameters import Apart
+    from autopipe.passes.frontend.merged_parameters import UntiedParameters
     from autopipe.passes.frontend.parameters import Role
 
 
-def reason_for(operator: str) -> str:
+def unsupported_reason(operator: str) -> str:
     """Return for messages why an operator is not supported. `operator` is its name with the domain
     as prefix.
     """
@@ -141,10 +141,10 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
                 renames=producers[0] if producers and writes is None else None,
             )
         )
-    return _with_made(found, graph)
+    return _assign_created_nodes(found, graph)
 
 
-def _with_made(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
+def _assign_created_nodes(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
     """Return the origins, after assigning the nodes of the graph that no node of the file writes.
 
     Such a node was created by fusion. It is assigned to a fused origin if it reads a value of that
@@ -301,7 +301,7 @@ def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
     """Return the operators of a graph that have no definition in `OPERATORS`, most frequent
     first.
     """
-    return _without_row([(qualified_name(node), node.name) for node in graph.nodes])
+    return _list_undefined([(qualified_name(node), node.name) for node in graph.nodes])
 
 
 def require_readable(source: Source) -> None:
@@ -345,7 +345,7 @@ def require_readable(source: Source) -> None:
                     where=f"{node.op_type} {node.name!r}",
                 ) from error
     if unreadable:
-        raise refusal(_without_row(unreadable))
+        raise unsupported_error(_list_undefined(unreadable))
 
 
 def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
@@ -355,7 +355,7 @@ def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
     return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
 
 
-def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
+def unsupported_error(unsupported: tuple[Unsupported, ...]) -> ModelError:
     """Return the error for unsupported operators, with their counts and reasons."""
     names = ", ".join(f"{each.operator} ({each.count})" for each in unsupported)
     reasons: dict[str, list[str]] = {}
@@ -369,14 +369,14 @@ def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
     )
 
 
-def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
+def _list_undefined(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
     """Return those operators that have no definition in `OPERATORS`, most frequent first. `uses`
     has (operator, node name) of each node.
     """
     counts = Counter(name for name, _ in uses)
     first = dict(reversed(uses))
     return tuple(
-        Unsupported(name, count, first[name], reason_for(name))
+        Unsupported(name, count, first[name], unsupported_reason(name))
         for name, count in counts.most_common()
         if name not in OPERATORS
     )
@@ -430,7 +430,7 @@ def _stops_gradients(graph: Graph, node: Node) -> bool:
     return not any(graph.type_of(name).dtype.is_floating for name in node.outputs if name)
 
 
-def only_reached(graph: Graph, loss: str) -> Graph:
+def freeze_unreached(graph: Graph, loss: str) -> Graph:
     """Return the graph in which parameters that no gradient of the output `loss` reaches are marked
     as not trainable.
     """
@@ -450,7 +450,7 @@ def only_reached(graph: Graph, loss: str) -> Graph:
     return graph if kept == graph.parameters else replace(graph, parameters=kept)
 
 
-def behind_stops(graph: Graph) -> frozenset[str]:
+def values_before_stops(graph: Graph) -> frozenset[str]:
     """Return the names of all values on which a StopGradient depends."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
@@ -459,7 +459,7 @@ def behind_stops(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
+def freeze_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
     """Return the graph in which tensors that the exporter computed from parameters in an unknown
     way are marked as not trainable.
     """
@@ -478,7 +478,7 @@ def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
     return parameter.trainable and role is not None and role.refused
 
 
-def tensors_of(
+def list_tensors(
     graph: Graph, roles: Mapping[str, Role], refused: frozenset[str]
 ) -> tuple[Tensor, ...]:
     """Return the floating-point tensors of the file that `graph` reads, with the reason why each is
@@ -515,7 +515,7 @@ def require_trainable(model: Model) -> None:
     names = tuple(each.value.name for each in refused)
     first = names[0]
     message = (
-        f"training is refused: {quoted(names)} would be trained in place of parameters; {first!r} "
+        f"training is refused: {quote_names(names)} would be trained in place of parameters; {first!r} "
         f"is {refused[0].why}"
     )
     them, itself = (
@@ -529,9 +529,9 @@ def require_trainable(model: Model) -> None:
     raise ModelError(message, hint=hint, where=str(model.path))
 
 
-def trained_warnings(
+def training_warnings(
     tensors: tuple[Tensor, ...],
-    apart: Apart,
+    apart: UntiedParameters,
     left_out: list[str],
     stopped: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
@@ -559,14 +559,14 @@ def trained_warnings(
         ),
         (split, "trained apart from others whose data are equal: exporters merge such parameters"),
     )
-    found = [f"{quoted(tuple(names))}: {what}" for names, what in told if names]
+    found = [f"{quote_names(tuple(names))}: {what}" for names, what in told if names]
     refused = {each.why: [] for each in tensors if each.refused}  # type: dict[str, list[str]]
     for each in tensors:
         if each.refused:
             refused[each.why].append(each.value.name)
-    found += [f"{quoted(tuple(names))}: {why}" for why, names in refused.items()]
+    found += [f"{quote_names(tuple(names))}: {why}" for why, names in refused.items()]
     found += [
-        f"{quoted(names)}: never changed by a gradient, since {title} stops it"
+        f"{quote_names(names)}: never changed by a gradient, since {title} stops it"
         for title, names in stopped.items()
     ]
     return tuple(found)

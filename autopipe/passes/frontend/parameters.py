@@ -23,11 +23,11 @@ from autopipe.ir.ops import OPERATORS
 from autopipe.ir.problem import matches_pattern
 from autopipe.ir.words import list_first
 from autopipe.passes.frontend.control_flow import nodes_within
-from autopipe.passes.frontend.elements import stored_numbers
+from autopipe.passes.frontend.elements import read_stored_data
 from autopipe.passes.frontend.merged_parameters import PRODUCER
 from autopipe.passes.frontend.protobuf_scan import FLOATING
 from autopipe.passes.frontend.signature import Signature
-from autopipe.passes.frontend.tables import is_uniform, table_of
+from autopipe.passes.frontend.tables import is_uniform, kind_of_table
 from autopipe.passes.frontend.uses import (
     AFFINE_SLOTS,
     ELEMENTWISE,
@@ -121,7 +121,7 @@ class Role:
     """
 
 
-def quoted(names: tuple[str, ...]) -> str:
+def quote_names(names: tuple[str, ...]) -> str:
     """Return a list of quoted names for messages: the first `NAMED` names, and the number of
     further names.
     """
@@ -138,7 +138,7 @@ def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
         why = f"perhaps computed from parameters; export with {option} to train them"
     else:
         why = (
-            f"computed from {quoted(origins)}; export with {option} to train "
+            f"computed from {quote_names(origins)}; export with {option} to train "
             f"{'them' if len(origins) > 1 else 'it'}"
         )
     return Role(True, why, refused=True)
@@ -186,7 +186,7 @@ class Roles:
             return ()
         return UNRECORDED if self.signature else ("detach", "padding_idx", *UNRECORDED)
 
-    def role(self, value: Value, numbers: Numbers, in_node: bool = False) -> Role:
+    def infer_role(self, value: Value, numbers: Numbers, in_node: bool = False) -> Role:
         """Return the role of the floating-point tensor `value`. `numbers` returns its data.
         `in_node` is True for the tensor of a Constant node.
         """
@@ -202,7 +202,7 @@ class Roles:
         if self.frozen is not None and name in self.frozen:
             return Role(False, "frozen, as the file states")
         if self.signature:
-            return self._signed(value, numbers, slots)
+            return self._role_in_signature(value, numbers, slots)
         if slots and slots <= SCALES_OF_WEIGHTS:
             return Role(False, "scales of quantised weights")
         if any(
@@ -213,7 +213,7 @@ class Roles:
             return Role(False, "a constant of the graph", constant=True)
         if not value.shape and (not self.from_torch or LIFTED.fullmatch(name)):
             return Role(False, "a scalar", constant=True)
-        return self._by_use(value, numbers, slots)
+        return self._role_by_use(value, numbers, slots)
 
     def _is_spectral_vector(self, name: str) -> bool:
         """True if PyTorch's spectral normalization stores one of its two vectors under this name,
@@ -231,9 +231,9 @@ class Roles:
             return True
         if LIFTED.fullmatch(value.name):
             return wide < 2
-        return bool(self._table(value, numbers, named=False))
+        return bool(self._kind_of_table(value, numbers, named=False))
 
-    def fills(self, name: str) -> bool:
+    def is_filled_weight(self, name: str) -> bool:
         """True if the result `name` of a ConstantOfShape node is a weight, because operators read
         it as weight, scale or offset.
 
@@ -248,7 +248,9 @@ class Roles:
         """True if a BatchNormalization reads the tensor `name` as running mean or variance."""
         return bool(self.uses.slots(name) & STATISTICS)
 
-    def _signed(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
+    def _role_in_signature(
+        self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]
+    ) -> Role:
         """Return the role of a tensor of a file with PyTorch's signature. `slots` has (operator,
         operand index) of its uses.
         """
@@ -260,18 +262,20 @@ class Roles:
         if self.frozen is not None and name in self.signature.parameters:
             return SIGNED
         if not LOOKUP_SLOTS.isdisjoint(slots) or name not in self.signature.parameters:
-            table = self._table(value, numbers, named=True)
+            table = self._kind_of_table(value, numbers, named=True)
             if table.startswith("a table"):
                 # This is an embedding table that is not trained; the signature does not record
                 # that.
                 return Role(False, table)
         if name in self.signature.parameters:
             return SIGNED
-        origins = quoted(self.signature.origins(name))
+        origins = quote_names(self.signature.origins(name))
         sign = ", perhaps negated" if "neg" in self.signature.operators(name) else ""
         return Role(True, f"elements of {origins}{sign}, in a layout that the file does not tell")
 
-    def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
+    def _role_by_use(
+        self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]
+    ) -> Role:
         """Return the role of a tensor that the file does not declare, from its name, uses and data.
         `slots` has (operator, operand index) of its uses.
         """
@@ -282,7 +286,7 @@ class Roles:
                 value.shape
                 and self.from_torch
                 and slots <= SIMILARITY
-                and self._is_beside(name, ("Exp", 0))
+                and self._is_read_with_fold(name, ("Exp", 0))
             ):
                 return Role(True, "by its use", doubtful=True)
             return Role(False, "a scalar", constant=True)
@@ -298,7 +302,7 @@ class Roles:
             for operator, slot in slots
         ):
             return Role(False, "an initial state", constant=True)
-        table = self._table(value, numbers, named=not lifted)
+        table = self._kind_of_table(value, numbers, named=not lifted)
         if table:
             # A named weight matrix may be initialised like a table, for example as the identity. A
             # matrix that is not trained usually has no name.
@@ -312,10 +316,12 @@ class Roles:
         if is_angle:
             return Role(True, "by its use", doubtful=not lifted)
         if value.bytes <= LARGEST_LOOK and (array := numbers()) is not None and is_uniform(array):
-            return self._uniform(value, slots, lifted)
+            return self._role_of_uniform(value, slots, lifted)
         return Role(True, "by its use")
 
-    def _uniform(self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool) -> Role:
+    def _role_of_uniform(
+        self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool
+    ) -> Role:
         """Return the role of a tensor whose values are all equal: a newly initialised scale or
         offset, or an untrained default. `lifted` is True if the exporter made up the tensor's name.
         """
@@ -339,7 +345,11 @@ class Roles:
         if elementwise and self.from_torch and len(value.shape) > 1 and value.shape[-3:-2] != (1,):
             # This may be a newly initialised table of biases, as in Swin.
             return Role(True, "by its use", doubtful=True)
-        if self.from_torch and slots <= RESIZED and self._is_beside(value.name, ("Resize", 0)):
+        if (
+            self.from_torch
+            and slots <= RESIZED
+            and self._is_read_with_fold(value.name, ("Resize", 0))
+        ):
             # This may be a part of a newly initialised table of positions, as in BEiT.
             return Role(True, "by its use", doubtful=True)
         return Role(
@@ -349,20 +359,20 @@ class Roles:
             doubtful=lifted and self.from_torch and len(wide) > 1,
         )
 
-    def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
+    def _is_read_with_fold(self, name: str, slot: tuple[str, int]) -> bool:
         """True if a module that reads `name` also reads a folded tensor, possibly `name` itself, as
         the operand `slot`: (operator, operand index).
         """
-        return not self.folded_scopes[slot].isdisjoint(_scopes(self.uses, name))
+        return not self.folded_scopes[slot].isdisjoint(_reading_modules(self.uses, name))
 
-    def _table(self, value: Value, numbers: Numbers, named: bool) -> str:
+    def _kind_of_table(self, value: Value, numbers: Numbers, named: bool) -> str:
         """Return which kind of table the data of a tensor are, for messages; "" if they may be a
         weight or are too large to examine. `named` is True if the tensor has a name of the module.
         """
         if value.bytes > LARGEST_LOOK or value.elements < 2:
             return ""
         array = numbers()
-        return "" if array is None else table_of(array, named)
+        return "" if array is None else kind_of_table(array, named)
 
     def _is_affine(self, name: str) -> bool:
         """True if a tensor is only used as scale or offset of a channel, written as an Unsqueeze
@@ -379,7 +389,7 @@ def roles_of(source: Source) -> Roles:
     entry with names of parameters is malformed.
     """
     signature = Signature.of(source.graph, source.metadata)
-    stated = _stated(source.metadata, STATED)
+    stated = _names_in_metadata(source.metadata, STATED)
     uses = Uses(nodes_within(source.nodes))
     lifted = [
         name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)
@@ -388,16 +398,19 @@ def roles_of(source: Source) -> Roles:
     return Roles(
         uses=uses,
         stated=stated,
-        frozen=_stated(source.metadata, FROZEN),
+        frozen=_names_in_metadata(source.metadata, FROZEN),
         signature=signature,
         from_torch=source.producer == PRODUCER,
         settled=source.producer == PRODUCER
         and not signature
         and stated is None
-        and _is_settled(source, uses),
+        and _is_probably_trained(source, uses),
         folded_scopes={
             slot: frozenset(
-                scope for name in lifted if slot in slots[name] for scope in _scopes(uses, name)
+                scope
+                for name in lifted
+                if slot in slots[name]
+                for scope in _reading_modules(uses, name)
             )
             for slot in BESIDE
         },
@@ -409,7 +422,7 @@ def roles_of(source: Source) -> Roles:
     )
 
 
-def _scopes(uses: Uses, name: str) -> set[str]:
+def _reading_modules(uses: Uses, name: str) -> set[str]:
     """Return the modules whose nodes, other than Identity, read the tensor `name`."""
     return {scope_of(node) for node, _ in uses.readers.get(name, ()) if node.op_type != "Identity"}
 
@@ -420,7 +433,7 @@ def _is_angle(uses: Uses, name: str) -> bool:
     return bool(ends) and all(operator in ANGLES for operator, _ in ends)
 
 
-def _is_settled(source: Source, uses: Uses) -> bool:
+def _is_probably_trained(source: Source, uses: Uses) -> bool:
     """True if the model was probably trained before export: at least one vector with a name of the
     module is a scale, and none of the vectors with such names has equal or missing values.
     """
@@ -431,14 +444,14 @@ def _is_settled(source: Source, uses: Uses) -> bool:
         slots = uses.slots(tensor.name)
         if LIFTED.fullmatch(tensor.name) or not slots or _is_angle(uses, tensor.name):
             continue
-        array = stored_numbers(tensor.name, tensor, source.slices, source.path)
+        array = read_stored_data(tensor.name, tensor, source.slices, source.path)
         if array is None or is_uniform(array):
             return False
         scales += slots <= SCALES
     return scales > 0
 
 
-def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
+def _names_in_metadata(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
     """Return the names that the file lists under `key` in its metadata; None if the key is missing.
     Raises ModelError if the entry is not a JSON list of names.
     """
@@ -455,7 +468,7 @@ def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class TrainingChoice:
     """The user's choice of trained tensors: the patterns of `model.trainable` and `model.frozen`. A
     name that matches both is trained.
     """
@@ -467,7 +480,7 @@ class Chosen:
     names: set[str] = field(default_factory=set)
     """Names that have been compared with the patterns so far."""
 
-    def trained(self, name: str) -> bool | None:
+    def is_trained(self, name: str) -> bool | None:
         """Return True if the user chose to train the tensor `name`, False if the user froze it, and
         None if no pattern matches the name.
         """
@@ -490,11 +503,11 @@ class Chosen:
                     raise ConfigurationError(
                         f"{key}: pattern {pattern!r} matches the full name of no floating-point "
                         "tensor",
-                        hint=self._better(pattern, key)
+                        hint=self._suggest_pattern(pattern, key)
                         or "list the names with autopipe inspect -v",
                     )
 
-    def _better(self, pattern: str, key: str) -> str:
+    def _suggest_pattern(self, pattern: str, key: str) -> str:
         """Return a hint for a pattern that matches no name: a longer pattern that matches, or a
         similar name. Return "" if there is neither.
         """

@@ -62,7 +62,7 @@ Piece = bytes | memoryview
 """A part of a serialized message."""
 
 
-def nested(number: int, name: str) -> str:
+def body_tensor_key(number: int, name: str) -> str:
     """Return the key of the locations of tensor `name` in body number `number`. The bodies of
     control-flow nodes are numbered in the order in which they begin in the file.
     """
@@ -89,7 +89,7 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
     - stripped: a serialized ModelProto. It lacks the data of large tensors, and the data of tensors
       that are only present for the PyTorch module's `state_dict`.
     - locations: where the file has these data and those of small floating-point tensors, by the
-      name of the value. A tensor in a body of control flow has the key `nested(number, name)`.
+      name of the value. A tensor in a body of control flow has the key `body_tensor_key(number, name)`.
 
     Raises ModelError if the framing is malformed or if graphs are nested too deeply.
     """
@@ -117,11 +117,11 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
                 return _strip_tensor(data, field, "", slices, key)
             return (
                 in_node(field, key, depth)
-                if field.number == GRAPH_NODE and _is_looked_at(data, field)
+                if field.number == GRAPH_NODE and _may_hold_data(data, field)
                 else None
             )
 
-        return _rewritten(data, graph.payload, graph.end, part)
+        return _rewrite_message(data, graph.payload, graph.end, part)
 
     def in_node(node: Field, key: Callable[[str], str], depth: int) -> bytes | None:
         """Return the stripped message of a Constant or control-flow node; None for other nodes."""
@@ -142,7 +142,11 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
         def in_attribute(field: Field) -> bytes | None:
             """Return a stripped field of an attribute; None if it is unchanged."""
             if holds_bodies:
-                inner = partial(nested, next(numbers)) if field.number == ATTRIBUTE_GRAPH else None
+                inner = (
+                    partial(body_tensor_key, next(numbers))
+                    if field.number == ATTRIBUTE_GRAPH
+                    else None
+                )
                 return in_graph(field, inner, depth + 1) if inner else None
             return (
                 _strip_tensor(data, field, name, slices, key)
@@ -154,15 +158,17 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
             """Return a stripped attribute of the node; None for other fields."""
             is_attribute = field.number == NODE_ATTRIBUTE
             return (
-                _rewritten(data, field.payload, field.end, in_attribute) if is_attribute else None
+                _rewrite_message(data, field.payload, field.end, in_attribute)
+                if is_attribute
+                else None
             )
 
-        return _rewritten(data, node.payload, node.end, attribute)
+        return _rewrite_message(data, node.payload, node.end, attribute)
 
-    return _rewritten(data, 0, len(data), in_model), slices
+    return _rewrite_message(data, 0, len(data), in_model), slices
 
 
-def _rewritten(
+def _rewrite_message(
     data: memoryview, start: int, end: int, change: Callable[[Field], bytes | None]
 ) -> bytes:
     """Return the message from offset `start` to `end` with some payloads replaced. `change` returns
@@ -172,12 +178,14 @@ def _rewritten(
     for field in fields_of(data, start, end):
         payload = change(field) if field.wire == LENGTH else None
         pieces.append(
-            data[field.start : field.end] if payload is None else framed(field.number, payload)
+            data[field.start : field.end]
+            if payload is None
+            else frame_payload(field.number, payload)
         )
     return b"".join(pieces)
 
 
-def _is_looked_at(data: memoryview, node: Field) -> bool:
+def _may_hold_data(data: memoryview, node: Field) -> bool:
     """True if a node may contain data of a tensor or a body, so that its fields must be examined.
     Most nodes are ruled out by this cheap test.
     """
@@ -203,7 +211,7 @@ def _strip_tensor(
     kind = 0
     for field in fields:
         if field.number == TENSOR_TYPE and field.wire == VARINT:
-            kind, _ = varint(data, field.payload, field.end)
+            kind, _ = read_varint(data, field.payload, field.end)
         elif field.number == TENSOR_NAME and not name:
             name = bytes(data[field.payload : field.end]).decode(errors="replace")
     holding = {TENSOR_RAW, TENSOR_FLOATS, TENSOR_DOUBLES} | (
@@ -240,14 +248,14 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
     """
     while position < end:
         start = position
-        tag, position = varint(data, position, end)
+        tag, position = read_varint(data, position, end)
         number = tag >> 3
         wire = tag & 7
         payload = position
         if wire == VARINT:
-            _, position = varint(data, position, end)
+            _, position = read_varint(data, position, end)
         elif wire == LENGTH:
-            length, payload = varint(data, position, end)
+            length, payload = read_varint(data, position, end)
             position = payload + length
         elif wire in (FIXED64, FIXED32):
             position += 8 if wire == FIXED64 else 4
@@ -264,7 +272,7 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
         yield Field(number, wire, start, payload, position)
 
 
-def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
+def read_varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
     """Return (number, offset after it) for the varint at offset `position`. Raises ModelError if it
     is malformed.
     """
@@ -281,17 +289,17 @@ def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
     )
 
 
-def framed(number: int, payload: bytes) -> bytes:
+def frame_payload(number: int, payload: bytes) -> bytes:
     """Return a length-delimited field with this field number and payload."""
-    return header(number, len(payload)) + payload
+    return field_header(number, len(payload)) + payload
 
 
-def header(number: int, length: int) -> bytes:
+def field_header(number: int, length: int) -> bytes:
     """Return the tag and length that precede the payload of a length-delimited field."""
-    return encoded(number << 3 | LENGTH) + encoded(length)
+    return encode_varint(number << 3 | LENGTH) + encode_varint(length)
 
 
-def encoded(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """Return a non-negative integer encoded as varint."""
     found = bytearray()
     while value >= 0x80:
@@ -301,7 +309,7 @@ def encoded(value: int) -> bytes:
     return bytes(found)
 
 
-def unannotated(data: memoryview) -> Iterator[Piece]:
+def strip_annotations(data: memoryview) -> Iterator[Piece]:
     """Yield the bytes of a serialized model without its device annotations and its format version.
     The version is omitted because adding annotations may raise it.
     """
@@ -309,14 +317,14 @@ def unannotated(data: memoryview) -> Iterator[Piece]:
     annotated = any(field.number == MODEL_CONFIGURATION for field in fields)
     for field in fields:
         if annotated and field.number == MODEL_GRAPH and field.wire == LENGTH:
-            pieces = list(_graph(data, field))
-            yield header(MODEL_GRAPH, sum(map(len, pieces)))
+            pieces = list(_strip_graph_annotations(data, field))
+            yield field_header(MODEL_GRAPH, sum(map(len, pieces)))
             yield from pieces
         elif field.number not in (MODEL_IR_VERSION, MODEL_CONFIGURATION):
             yield data[field.start : field.end]
 
 
-def _graph(data: memoryview, graph: Field) -> Iterator[Piece]:
+def _strip_graph_annotations(data: memoryview, graph: Field) -> Iterator[Piece]:
     """Yield the bytes of a serialized graph without the device annotations of its nodes."""
     for part in fields_of(data, graph.payload, graph.end):
         if part.number != GRAPH_NODE or part.wire != LENGTH:
@@ -327,5 +335,5 @@ def _graph(data: memoryview, graph: Field) -> Iterator[Piece]:
             for field in fields_of(data, part.payload, part.end)
             if field.number != NODE_CONFIGURATION
         ]
-        yield header(GRAPH_NODE, sum(field.end - field.start for field in kept))
+        yield field_header(GRAPH_NODE, sum(field.end - field.start for field in kept))
         yield from (data[field.start : field.end] for field in kept)

@@ -13,11 +13,11 @@ from autopipe.ir.problem import Mode, Scores, wanted_outputs
 from autopipe.ir.words import plural
 from autopipe.passes.frontend.batch_inputs import infer_batch_axes
 from autopipe.passes.frontend.cleanup import (
-    at_inference,
-    cleaned,
-    with_plain_gathers,
-    without_idle_stops,
-    without_unread,
+    clean_graph,
+    convert_to_inference,
+    remove_idle_stops,
+    remove_unread,
+    replace_broadcast_gathers,
 )
 from autopipe.passes.frontend.elements import DTYPES
 from autopipe.passes.frontend.fusion.cross_entropy import fuse_linear_losses, has_large_loss
@@ -32,30 +32,30 @@ from autopipe.passes.frontend.input_shapes import (
     split_range_bounds,
 )
 from autopipe.passes.frontend.interpret import interpret
-from autopipe.passes.frontend.load import Source, load, located
+from autopipe.passes.frontend.load import Source, add_path_to_error, load
 from autopipe.passes.frontend.loss import (
     CrossEntropy,
-    leaves_out,
+    add_cross_entropy,
+    find_only_loss,
     loss_choices,
-    own_loss,
+    may_ignore_labels,
     require_loss,
-    with_cross_entropy,
 )
 from autopipe.passes.frontend.model import (
     Model,
-    behind_stops,
+    freeze_refused,
+    freeze_unreached,
     is_refused,
-    only_reached,
-    refusal,
+    list_tensors,
     require_readable,
     stopped_parameters,
-    tensors_of,
-    trained_warnings,
+    training_warnings,
+    unsupported_error,
     unsupported_operators,
-    without_refused,
+    values_before_stops,
 )
-from autopipe.passes.frontend.parameters import Chosen, roles_of
-from autopipe.passes.frontend.token_loss import summed_over_labels
+from autopipe.passes.frontend.parameters import TrainingChoice, roles_of
+from autopipe.passes.frontend.token_loss import sum_loss_over_labels
 from autopipe.passes.frontend.weights import Weights
 
 
@@ -110,7 +110,9 @@ def read_model(
     def read(samples: int | None) -> Model:
         """Read the model on `samples` samples; None stands for the default batch size."""
         asked = dims or {}, samples, batch_axes or {}, fixed_inputs or {}
-        return _read(source, asked, losses, mode, training, Chosen(trainable, frozen), opened)
+        return _read(
+            source, asked, losses, mode, training, TrainingChoice(trainable, frozen), opened
+        )
 
     try:
         if source is not file:
@@ -118,11 +120,13 @@ def read_model(
         try:
             model = read(batch)
         except MisfitError as error:
-            raise (error if batch is not None else _on_more_samples(source, error, read)) from error
+            raise (
+                error if batch is not None else _suggest_batch_size(source, error, read)
+            ) from error
         if model.unsupported and not with_unsupported:
-            raise refusal(model.unsupported)
+            raise unsupported_error(model.unsupported)
     except ModelError as error:
-        raise located(error, source.path) from error
+        raise add_path_to_error(error, source.path) from error
     return model
 
 
@@ -130,7 +134,9 @@ _MORE_SAMPLES = (2, 16, 128)
 """Batch sizes that are tried in this order if a model cannot be read on one sample."""
 
 
-def _on_more_samples(source: Source, error: ModelError, read: Callable[[int], Model]) -> ModelError:
+def _suggest_batch_size(
+    source: Source, error: ModelError, read: Callable[[int], Model]
+) -> ModelError:
     """Return the error to raise for a model that cannot be read on one sample. If `read` can read a
     larger batch with a symbolic dimension, the error tells its size; otherwise return `error`.
     """
@@ -165,7 +171,7 @@ def _read(
     losses: tuple[str | CrossEntropy | None, str, Scores | None],
     mode: Mode | None,
     training: bool | None,
-    chosen: Chosen,
+    chosen: TrainingChoice,
     opened: bool,
 ) -> Model:
     """Read the graph of a parsed file and infer what a `Model` contains.
@@ -186,7 +192,7 @@ def _read(
 
     def followed(tried: Inputs) -> Graph:
         """Return the graph for the inputs `tried`, in which batch axes are followed."""
-        return with_plain_gathers(
+        return replace_broadcast_gathers(
             interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0]
         )
 
@@ -195,22 +201,22 @@ def _read(
     weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights, numbers, bounds)
     chosen.require_matched()
-    read = without_idle_stops(without_unread(interpreted))
-    graph, scalar = _simplified(read, loss)
+    read = remove_idle_stops(remove_unread(interpreted))
+    graph, scalar = _simplify(read, loss)
     mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
-    if mode is Mode.INFER and (plain := without_idle_stops(read, trains=False)) is not read:
+    if mode is Mode.INFER and (plain := remove_idle_stops(read, trains=False)) is not read:
         read = plain
-        graph, scalar = _simplified(read, loss)
+        graph, scalar = _simplify(read, loss)
     evaluates = mode is Mode.INFER if training is None else not training
-    if evaluates and (inferring := at_inference(read)) is not read:
-        graph, scalar = _simplified(inferring, loss)
+    if evaluates and (inferring := convert_to_inference(read)) is not read:
+        graph, scalar = _simplify(inferring, loss)
     by_label = mode is Mode.TRAIN and bool(scalar) and normalize == "tokens"
     if by_label:
-        graph, scalar = summed_over_labels(graph, scalar)
+        graph, scalar = sum_loss_over_labels(graph, scalar)
     if batch is not None and inputs.batch is not None:
         graph = resize_batch(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
-    behind = behind_stops(graph)
+    behind = values_before_stops(graph)
     # A refused tensor before a StopGradient gets no gradient, but training would still change the
     # parameters from which it was computed.
     stale = {
@@ -220,12 +226,12 @@ def _read(
     }
     if mode is Mode.TRAIN and scalar:
         stopped = stopped_parameters(graph, scalar)
-        graph = only_reached(graph, scalar)
+        graph = freeze_unreached(graph, scalar)
     refused = (
         frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found))
         | stale
     )
-    graph = without_refused(graph, weights.found)
+    graph = freeze_refused(graph, weights.found)
     recomputing = fuse_linear_losses(graph, wanted_outputs(graph, mode, scalar))
     other = (
         None
@@ -235,9 +241,9 @@ def _read(
     for each in (graph, other):
         if each is not None:
             each.verify()
-            _verify_uses(each)
+            _verify_operands(each)
     trains = mode is Mode.TRAIN and bool(scalar)
-    tensors = tensors_of(graph, weights.found, refused if trains else frozenset())
+    tensors = list_tensors(graph, weights.found, refused if trains else frozenset())
     left_out = (
         roles.signature.omitted_parameters(source.graph)
         if roles.signature and mode is Mode.TRAIN
@@ -258,14 +264,14 @@ def _read(
         warnings=(
             *source.warnings,
             *weights.warnings(),
-            *_stated_otherwise(source, interpreted),
+            *_output_type_warnings(source, interpreted),
             *_mixing_warnings(
                 graph,
-                mixing_nodes(graph) if mode is Mode.TRAIN else nodes_beside_all(graph),
+                mixing_nodes(graph) if mode is Mode.TRAIN else nodes_reading_batch_results(graph),
                 by_label,
             ),
             *(
-                trained_warnings(tensors, source.apart, left_out, stopped)
+                training_warnings(tensors, source.apart, left_out, stopped)
                 if mode is Mode.TRAIN
                 else ()
             ),
@@ -279,7 +285,7 @@ def _read(
     return model.with_scores(scores or "keep")
 
 
-def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
+def _output_type_warnings(source: Source, graph: Graph) -> tuple[str, ...]:
     """Return a warning if the types of outputs of `graph` differ from the types that the file
     declares; () if they agree. Symbolic dimensions are not compared.
     """
@@ -320,7 +326,7 @@ def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
     return (f"output {found[0]}{more}",) if found else ()
 
 
-def _verify_uses(graph: Graph) -> None:
+def _verify_operands(graph: Graph) -> None:
     """Raise ModelError if the operands or results of a node do not fit its operator."""
     space = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
@@ -328,11 +334,11 @@ def _verify_uses(graph: Graph) -> None:
             space(index)
 
 
-def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:
+def _simplify(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:
     """Return (graph after cleanup and fusion, with its loss; name of the loss, "" if there is
     none).
     """
-    graph = fuse_operators(cleaned(read))
+    graph = fuse_operators(clean_graph(read))
     lost = set(read.parameters) ^ set(graph.parameters)
     # Fusion of experts may remove untrained tensors of zeros. Any other change of the parameters is
     # an internal error, not an error of the file.
@@ -343,8 +349,8 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
             f"{min(each.value.name for each in lost)!r}"
         )
     if isinstance(loss, CrossEntropy):
-        return with_cross_entropy(graph, loss)
-    scalar = own_loss(graph) if loss is None else loss
+        return add_cross_entropy(graph, loss)
+    scalar = find_only_loss(graph) if loss is None else loss
     if scalar:
         require_loss(graph, scalar)
     return graph, scalar
@@ -360,7 +366,7 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
     - nodes that combine samples with a value of the full batch, such as the condition of an If.
     """
     axes = batch_axes_of(graph)
-    beside = {node.name for node in nodes_beside_all(graph)}
+    beside = {node.name for node in nodes_reading_batch_results(graph)}
     found = []
     for node, samples in zip(graph.nodes, axes.nodes, strict=True):
         operator = operator_of(node)
@@ -371,7 +377,7 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
+def nodes_reading_batch_results(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes that read samples together with a value that is computed from all samples of
     the batch and has no batch dimension itself.
     """
@@ -400,7 +406,7 @@ def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> 
     """
     others = [node for node in mixing if not is_label_loss(node)]
     losses = [node for node in mixing if is_label_loss(node) and not any(node.inputs[2:3])]
-    losses = [node for node in losses if not by_label and leaves_out(graph, node)]
+    losses = [node for node in losses if not by_label and may_ignore_labels(graph, node)]
     found = []
     for nodes, what in (
         (

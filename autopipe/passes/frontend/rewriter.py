@@ -42,7 +42,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
-from autopipe.passes.frontend.elements import NUMBERS, number_array, renamed, shape_of
+from autopipe.passes.frontend.elements import NUMBERS, checked_shape, copy_with_names, scalar_array
 
 if TYPE_CHECKING:
     import onnx
@@ -200,7 +200,7 @@ class Rewriter:
         if shapes:
             dtype = dtype or self.type_of(operands[0]).dtype
             values = tuple(
-                Value(each, dtype, shape_of(tuple(shape), self.where))
+                Value(each, dtype, checked_shape(tuple(shape), self.where))
                 for each, shape in zip(names, shapes, strict=True)
             )
         present = list(operands)
@@ -250,7 +250,7 @@ class Rewriter:
         """Add a constant scalar of the floating-point type `dtype` and return its name. A value
         outside of the type's range is clamped.
         """
-        return self.constant(number_array(value, dtype), dtype)
+        return self.constant(scalar_array(value, dtype), dtype)
 
     def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
         """Write a Reshape of the value `name` to `shape` and return its result. Returns `name` if
@@ -411,7 +411,7 @@ class FileRewriter(Rewriter):
 
     def repeat(self, operands: Sequence[str], results: Sequence[str]) -> None:
         """Write the replaced node again, with other operands and results."""
-        self.copy(renamed(self.proto, operands, results))
+        self.copy(copy_with_names(self.proto, operands, results))
 
 
 class GraphEdit:

@@ -26,20 +26,20 @@ def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
     """
     if source is None:
         return ()
-    scopes = {node.name: found for node in source.nodes if (found := _scopes(node))}
+    scopes = {node.name: found for node in source.nodes if (found := _module_names(node))}
     names = [node.name for node in graph.nodes]
     if len(set(names)) < len(names):
         return ()
     layers: list[str] = []
     for name in names:
         if name in scopes:
-            layers.append(_layer(scopes[name]))
+            layers.append(_find_layer(scopes[name]))
         else:
             layers.append(layers[-1] if layers else "")
     return tuple(layers) if any(layers) else ()
 
 
-def _scopes(node: onnx.NodeProto) -> list[str]:
+def _module_names(node: onnx.NodeProto) -> list[str]:
     """Return the names of the modules that contain a node, outermost first; [] if its metadata lack
     a valid list.
     """
@@ -52,6 +52,6 @@ def _scopes(node: onnx.NodeProto) -> list[str]:
     return found[:-1] if is_list else []
 
 
-def _layer(scopes: list[str]) -> str:
+def _find_layer(scopes: list[str]) -> str:
     """Return the outermost module of `scopes` whose name ends in a number; "" if there is none."""
     return next((scope for scope in scopes if scope.rpartition(".")[2].isdecimal()), "")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.passes.frontend.elements import made_node
+from autopipe.passes.frontend.elements import replacement_node
 
 if TYPE_CHECKING:
     import onnx
@@ -94,13 +94,13 @@ class Sequences(dict[str, tuple[str, ...]]):
         stated = {each.name: each.i for each in node.attribute}
         match node.op_type:
             case "Optional" | "OptionalGetElement" | "OptionalHasElement":
-                return self._optional(node, operands, where)
+                return self._replace_optional(node, operands, where)
             case "SplitToSequence":
-                return self._split(node, operands, types, arrays, stated, where)
+                return self._replace_split(node, operands, types, arrays, stated, where)
             case "SequenceConstruct" | "SequenceEmpty":
                 if any(name in self for name in operands):
                     raise ModelError("an operand is a sequence, expected a tensor", where=where)
-                self._store(result, operands, where)
+                self._record(result, operands, where)
                 return []
         if not operands or operands[0] not in self or any(name in self for name in operands[1:]):
             raise ModelError(
@@ -108,39 +108,41 @@ class Sequences(dict[str, tuple[str, ...]]):
                 where=where,
             )
         if operands[0] in self._stacks:
-            return self._restack(node, operands[0], types[f"{operands[0]}/stack"].shape, stated)
+            return self._concatenate_stack(
+                node, operands[0], types[f"{operands[0]}/stack"].shape, stated
+            )
         tensors = self[operands[0]]
         last = len(tensors) - 1
         match node.op_type:
             case "Identity":
-                self._forward(operands[0], result, where)
+                self._record_alias(operands[0], result, where)
             case "SequenceLength":
-                return [made_node(node, "Constant", [], [result], value_int=len(tensors))]
+                return [replacement_node(node, "Constant", [], [result], value_int=len(tensors))]
             case "SequenceAt":
-                index = _position(operands[1:], arrays, len(tensors), last, where)
-                return [made_node(node, "Identity", [tensors[index]], [result])]
+                index = _known_position(operands[1:], arrays, len(tensors), last, where)
+                return [replacement_node(node, "Identity", [tensors[index]], [result])]
             case "SequenceErase":
-                index = _position(operands[1:], arrays, len(tensors), last, where)
-                self._store(result, tensors[:index] + tensors[index + 1 :], where)
+                index = _known_position(operands[1:], arrays, len(tensors), last, where)
+                self._record(result, tensors[:index] + tensors[index + 1 :], where)
             case "SequenceInsert":
-                index = _position(operands[2:], arrays, len(tensors), last + 1, where)
-                self._store(result, (*tensors[:index], operands[1], *tensors[index:]), where)
+                index = _known_position(operands[2:], arrays, len(tensors), last + 1, where)
+                self._record(result, (*tensors[:index], operands[1], *tensors[index:]), where)
             case "ConcatFromSequence":
                 axis = stated.get("axis", 0)
                 if not stated.get("new_axis"):
-                    return [made_node(node, "Concat", tensors, [result], axis=axis)]
+                    return [replacement_node(node, "Concat", tensors, [result], axis=axis)]
                 unsqueezed = [f"{result}/{number}" for number in range(len(tensors))]
                 nodes = [
                     each
                     for tensor, name in zip(tensors, unsqueezed, strict=True)
                     for each in self._with_numbers(node, "Unsqueeze", tensor, [name], [axis])
                 ]
-                return [*nodes, made_node(node, "Concat", unsqueezed, [result], axis=axis)]
+                return [*nodes, replacement_node(node, "Concat", unsqueezed, [result], axis=axis)]
             case _:
                 raise ModelError("an operand is a sequence, expected a tensor", where=where)
         return []
 
-    def stacked(
+    def record_stacked(
         self, origin: onnx.NodeProto, name: str, readers: Sequence[str]
     ) -> list[onnx.NodeProto]:
         """Record the sequence `name`, which consists of the slices of the tensor NAME/stack along
@@ -154,9 +156,13 @@ class Sequences(dict[str, tuple[str, ...]]):
             self._stacks.add(name)
             self[name] = ()
             return []
-        return [made_node(origin, "SplitToSequence", [f"{name}/stack"], [name], axis=0, keepdims=0)]
+        return [
+            replacement_node(
+                origin, "SplitToSequence", [f"{name}/stack"], [name], axis=0, keepdims=0
+            )
+        ]
 
-    def _restack(
+    def _concatenate_stack(
         self, node: onnx.NodeProto, name: str, shape: tuple[int, ...], stated: Mapping[str, int]
     ) -> list[onnx.NodeProto]:
         """Return the nodes that replace a ConcatFromSequence of the slices of the tensor NAME/stack
@@ -169,16 +175,16 @@ class Sequences(dict[str, tuple[str, ...]]):
         axis = stated.get("axis", 0) % (len(shape) - (not is_new))
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
         if is_new:
-            return [made_node(node, "Transpose", [source], [result], perm=order)]
+            return [replacement_node(node, "Transpose", [source], [result], perm=order)]
         moved = [shape[each] for each in order]
         merged = [*moved[:axis], moved[axis] * moved[axis + 1], *moved[axis + 2 :]]
         return [
-            made_node(node, "Transpose", [source], [f"{result}/moved"], perm=order),
-            made_node(node, "Constant", [], [f"{result}/shape"], value_ints=merged),
-            made_node(node, "Reshape", [f"{result}/moved", f"{result}/shape"], [result]),
+            replacement_node(node, "Transpose", [source], [f"{result}/moved"], perm=order),
+            replacement_node(node, "Constant", [], [f"{result}/shape"], value_ints=merged),
+            replacement_node(node, "Reshape", [f"{result}/moved", f"{result}/shape"], [result]),
         ]
 
-    def _store(self, name: str, tensors: tuple[str, ...], where: str) -> None:
+    def _record(self, name: str, tensors: tuple[str, ...], where: str) -> None:
         """Record the sequence `name`. Raises ModelError if the sequences of the file now have too
         many tensors.
         """
@@ -191,13 +197,13 @@ class Sequences(dict[str, tuple[str, ...]]):
                 where=where,
             )
 
-    def _forward(self, source: str, result: str, where: str) -> None:
+    def _record_alias(self, source: str, result: str, where: str) -> None:
         """Record `result` as another name of the sequence `source`."""
-        self._store(result, self[source], where)
+        self._record(result, self[source], where)
         if source in self.absent:
             self.absent.add(result)
 
-    def _optional(
+    def _replace_optional(
         self, node: onnx.NodeProto, operands: tuple[str, ...], where: str
     ) -> list[onnx.NodeProto]:
         """Return the nodes that replace an operator on an Optional. Raises ModelError if the
@@ -207,19 +213,19 @@ class Sequences(dict[str, tuple[str, ...]]):
         result = node.output[0]
         is_held = bool(source) and source not in self.absent
         if node.op_type == "OptionalHasElement":
-            return [truth(node, result, is_held)]
+            return [boolean_constant(node, result, is_held)]
         if not is_held and node.op_type == "OptionalGetElement":
             raise ModelError("the operand is an empty Optional, expected a value", where=where)
         if source and source not in self:
-            return [made_node(node, "Identity", [source], [result])]
+            return [replacement_node(node, "Identity", [source], [result])]
         if source:
-            self._forward(source, result, where)
+            self._record_alias(source, result, where)
         else:
-            self._store(result, (), where)
+            self._record(result, (), where)
             self.absent.add(result)
         return []
 
-    def _split(
+    def _replace_split(
         self,
         node: onnx.NodeProto,
         operands: tuple[str, ...],
@@ -251,7 +257,7 @@ class Sequences(dict[str, tuple[str, ...]]):
             part = max(int(sizes), 0)
             starts = range(0, size, part)[: MAX_TENSORS + 1] if part else ()
             parts = [min(part, size - start) for start in starts]
-        self._store(result, tuple(f"{result}/{number}" for number in range(len(parts))), where)
+        self._record(result, tuple(f"{result}/{number}" for number in range(len(parts))), where)
         if sum(parts) != size or min(parts, default=0) < 0:
             raise ModelError(
                 f"the sizes {sizes.tolist()} do not add up to {size}, the size of axis {axis}",
@@ -279,21 +285,25 @@ class Sequences(dict[str, tuple[str, ...]]):
         """
         title, attributes = ("split", {"axis": axis}) if operator == "Split" else ("axes", {})
         if self._opset < AXES_OPERANDS_SINCE:
-            return [made_node(node, operator, [operand], results, **attributes, **{title: sizes})]
+            return [
+                replacement_node(node, operator, [operand], results, **attributes, **{title: sizes})
+            ]
         held = f"{results[0]}/{title}"
-        constant = made_node(node, "Constant", [], [held], value_ints=sizes)
-        return [constant, made_node(node, operator, [operand, held], results, **attributes)]
+        constant = replacement_node(node, "Constant", [], [held], value_ints=sizes)
+        return [constant, replacement_node(node, operator, [operand, held], results, **attributes)]
 
 
-def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
+def boolean_constant(origin: onnx.NodeProto, result: str, value: bool) -> Any:
     """Return a Constant node that writes the boolean scalar `value` as `result`."""
     import onnx
 
     tensor = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=bytes([value]))
-    return made_node(origin, "Constant", [], [result], value=tensor)
+    return replacement_node(origin, "Constant", [], [result], value=tensor)
 
 
-def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) -> list[Any]:
+def empty_tensor_nodes(
+    origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]
+) -> list[Any]:
     """Return the nodes that write `result`, a tensor of `shape`, which has no elements. `kind` is
     ONNX's number of the element type.
     """
@@ -302,12 +312,12 @@ def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) 
     size = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
     number = onnx.TensorProto(data_type=kind, dims=[1], raw_data=bytes(size))
     return [
-        made_node(origin, "Constant", [], [f"{result}/shape"], value_ints=shape),
-        made_node(origin, "ConstantOfShape", [f"{result}/shape"], [result], value=number),
+        replacement_node(origin, "Constant", [], [f"{result}/shape"], value_ints=shape),
+        replacement_node(origin, "ConstantOfShape", [f"{result}/shape"], [result], value=number),
     ]
 
 
-def _position(
+def _known_position(
     operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str
 ) -> int:
     """Return the position in a sequence that `operands[0]` holds, counted from 0; without such an

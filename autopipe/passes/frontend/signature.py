@@ -202,7 +202,7 @@ def is_detach(node: onnx.NodeProto) -> bool:
     return any(entry.key == CALL and DETACH.search(entry.value) for entry in node.metadata_props)
 
 
-def trains_statistics(node: onnx.NodeProto) -> bool:
+def is_training_batch_norm(node: onnx.NodeProto) -> bool:
     """True if a node is a BatchNormalization in training mode, which updates its running
     statistics.
     """
@@ -220,11 +220,11 @@ def padding_row(node: onnx.NodeProto) -> int | None:
     return None if found is None else int(found["third"] or found["named"])
 
 
-def estimates_variance(node: onnx.NodeProto) -> bool:
+def uses_unbiased_variance(node: onnx.NodeProto) -> bool:
     """True if a node is a batch normalization of PyTorch in training mode. PyTorch updates the
     running variance with Σ (x - mean)² / (n - 1), ONNX with Σ (x - mean)² / n.
     """
-    if not trains_statistics(node):
+    if not is_training_batch_norm(node):
         return False
     return any(
         entry.key == CALL and TORCH_BATCH_NORM.search(entry.value) for entry in node.metadata_props

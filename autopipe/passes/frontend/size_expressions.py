@@ -55,10 +55,10 @@ _CALLS: dict[str, Callable[..., Fraction]] = {
 
 def symbols_of(text: str) -> frozenset[str]:
     """Return the symbols in an expression. Text that cannot be parsed is a single symbol."""
-    tree = _parsed(text)
+    tree = _parse(text)
     if tree is None or isinstance(tree, ast.Name | ast.Attribute):
         return frozenset({text})
-    return frozenset(_names(tree))
+    return frozenset(_symbol_names(tree))
 
 
 def size_of(text: str, symbols: Mapping[str, int]) -> int | None:
@@ -67,7 +67,7 @@ def size_of(text: str, symbols: Mapping[str, int]) -> int | None:
     """
     if text in symbols:
         return symbols[text]
-    found = _value(text, symbols)
+    found = _evaluate_text(text, symbols)
     return int(found) if found is not None and found.denominator == 1 else None
 
 
@@ -82,7 +82,9 @@ def solve_symbol(text: str, size: int, symbols: Mapping[str, int]) -> dict[str, 
     if len(unknown) != 1 or unknown == [text]:
         return {}
     name = unknown[0]
-    at_zero, at_one, at_seven = (_value(text, {**symbols, name: number}) for number in (0, 1, 7))
+    at_zero, at_one, at_seven = (
+        _evaluate_text(text, {**symbols, name: number}) for number in (0, 1, 7)
+    )
     if at_zero is None or at_one is None or at_seven is None:
         return {}
     slope = at_one - at_zero
@@ -93,7 +95,7 @@ def solve_symbol(text: str, size: int, symbols: Mapping[str, int]) -> dict[str, 
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str) -> ast.expr | None:
+def _parse(text: str) -> ast.expr | None:
     """Return the syntax tree of an expression; None if the text is too long or cannot be parsed,
     such as a name that contains a blank.
     """
@@ -105,7 +107,7 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _names(tree: ast.expr) -> Iterable[str]:
+def _symbol_names(tree: ast.expr) -> Iterable[str]:
     """Yield the symbols in a syntax tree."""
     match tree:
         case ast.Name(id=name):
@@ -113,26 +115,26 @@ def _names(tree: ast.expr) -> Iterable[str]:
         case ast.Attribute():
             yield ast.unparse(tree)
         case ast.BinOp(left=left, right=right):
-            yield from (*_names(left), *_names(right))
+            yield from (*_symbol_names(left), *_symbol_names(right))
         case ast.UnaryOp(operand=operand):
-            yield from _names(operand)
+            yield from _symbol_names(operand)
         case ast.Call(args=arguments):
             for each in arguments:
-                yield from _names(each)
+                yield from _symbol_names(each)
 
 
-def _value(text: str, symbols: Mapping[str, int | Fraction]) -> Fraction | None:
+def _evaluate_text(text: str, symbols: Mapping[str, int | Fraction]) -> Fraction | None:
     """Return the value of the expression `text`; None if it is not arithmetic or if a symbol has no
     value.
     """
-    tree = _parsed(text)
+    tree = _parse(text)
     try:
-        return None if tree is None else _evaluated(tree, symbols)
+        return None if tree is None else _evaluate_tree(tree, symbols)
     except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def _evaluated(tree: ast.expr, symbols: Mapping[str, int | Fraction]) -> Fraction:
+def _evaluate_tree(tree: ast.expr, symbols: Mapping[str, int | Fraction]) -> Fraction:
     """Return the value of a syntax tree. Raises KeyError if a symbol or operator is unknown, and
     ValueError, TypeError or ArithmeticError if the tree is not arithmetic or cannot be evaluated.
     """
@@ -142,11 +144,13 @@ def _evaluated(tree: ast.expr, symbols: Mapping[str, int | Fraction]) -> Fractio
         case ast.Name() | ast.Attribute():
             found = Fraction(symbols[ast.unparse(tree)])
         case ast.BinOp(left=left, op=kind, right=right):
-            found = _BINARY[type(kind)](_evaluated(left, symbols), _evaluated(right, symbols))
+            found = _BINARY[type(kind)](
+                _evaluate_tree(left, symbols), _evaluate_tree(right, symbols)
+            )
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            found = -_evaluated(operand, symbols)
+            found = -_evaluate_tree(operand, symbols)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            found = _CALLS[name.lower()](*(_evaluated(each, symbols) for each in arguments))
+            found = _CALLS[name.lower()](*(_evaluate_tree(each, symbols) for each in arguments))
         case _:
             raise ValueError("the expression is not arithmetic")
     if abs(found) > _MAX_NUMBER:

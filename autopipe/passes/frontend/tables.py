@@ -43,7 +43,7 @@ def is_random(array: np.ndarray) -> bool:
     )
 
 
-def table_of(array: np.ndarray, named: bool) -> str:
+def kind_of_table(array: np.ndarray, named: bool) -> str:
     """Return what kind of table a tensor is, for messages; "" if it may be a weight.
 
     `named` is True if the tensor has a name of its module. A regular series then counts as a
@@ -56,18 +56,18 @@ def table_of(array: np.ndarray, named: bool) -> str:
         return "a mask"
     if bool((numbers == np.round(numbers)).all()):
         return "whole numbers, such as positions"
-    table = _by_position(numbers)
+    table = _reshape_to_positions(numbers)
     if table is None:
         return ""
     if table.shape[1] > 1:
-        if are_waves(table) or (not named and _begins_as_angles(table)):
+        if are_sampled_sines(table) or (not named and _begins_like_sinusoids(table)):
             return "a table of sines and cosines"
     elif not named and _is_series(table[:, 0]):
         return "a series of positions or frequencies"
     return ""
 
 
-def are_waves(table: np.ndarray) -> bool:
+def are_sampled_sines(table: np.ndarray) -> bool:
     """True if each column of `table` [positions, columns] is a sampled sine.
 
     A column x is one if x[i−1] + x[i+1] = c · x[i] for all i, with one constant c per column and
@@ -92,7 +92,7 @@ def are_waves(table: np.ndarray) -> bool:
     return bool(close.all()) and bool(is_changing.any())
 
 
-def _by_position(numbers: np.ndarray) -> np.ndarray | None:
+def _reshape_to_positions(numbers: np.ndarray) -> np.ndarray | None:
     """Return the data in the shape [positions, columns], with at most `MAX_POSITIONS` positions.
     Returns None if the number of dimensions of size above 1 is neither 1 nor 2.
     """
@@ -102,7 +102,7 @@ def _by_position(numbers: np.ndarray) -> np.ndarray | None:
     return numbers.reshape(shape[0], -1)[:MAX_POSITIONS]
 
 
-def _begins_as_angles(table: np.ndarray) -> bool:
+def _begins_like_sinusoids(table: np.ndarray) -> bool:
     """True if the columns of `table` [positions, columns] may be sines or cosines that begin at
     position 0: the first row has only ones or only zeros, and no magnitude is above 1.
     """

@@ -20,7 +20,7 @@ from autopipe.passes.frontend.rewriter import GraphEdit
 _KEY = "loss.normalize"
 
 
-def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
+def sum_loss_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
     """Return (graph, name of the loss). For a mean cross-entropy that ignores labels, the graph
     gets two additional outputs, the sum of the losses and the number of labels that are not
     ignored, and the sum becomes the loss.

@@ -33,17 +33,24 @@ from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import (
     array_of,
     attributes_of,
+    checked_shape,
     dtype_of,
-    external_slice,
-    has_numbers,
-    listed_numbers,
-    shape_of,
+    has_data,
+    locate_external_data,
+    read_stored_data,
+    read_varints,
     stored_bytes,
-    stored_numbers,
 )
 from autopipe.passes.frontend.fold_numbers import FoldNumbers
-from autopipe.passes.frontend.folding import Folded, Layout, unfolded
-from autopipe.passes.frontend.parameters import SIGNED, Chosen, Role, Roles, computed_role, quoted
+from autopipe.passes.frontend.folding import Folded, Layout, find_folds
+from autopipe.passes.frontend.parameters import (
+    SIGNED,
+    Role,
+    Roles,
+    TrainingChoice,
+    computed_role,
+    quote_names,
+)
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
 from autopipe.passes.frontend.tables import is_uniform
 from autopipe.passes.frontend.uses import GATES, LOOKUP_SLOTS, Uses
@@ -71,7 +78,7 @@ SCALES = frozenset(
 """(operator, operand index) of vectors that are initialised with ones."""
 
 
-def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
+def declared_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
     """Return the initializers that the file's metadata entry `autopipe.init` declares, by parameter
     name. The entry is JSON: {name: {"scheme": …, "std" or "bound": …}}. Raises ModelError if it is
     malformed.
@@ -139,11 +146,11 @@ class Weights:
     trained, and applies the user's choice.
     """
 
-    def __init__(self, source: Source, roles: Roles, chosen: Chosen) -> None:
+    def __init__(self, source: Source, roles: Roles, chosen: TrainingChoice) -> None:
         self.source = source
         self.roles = roles
         self.chosen = chosen
-        self.stated = stated_initializers(source.metadata)
+        self.stated = declared_initializers(source.metadata)
         self.absent: list[str] = []
         """Names of parameters whose data the file lacks."""
         self.found: dict[str, Role] = {}
@@ -156,10 +163,10 @@ class Weights:
         """
         self.layouts: dict[str, Layout] = {}
         """Changes of layout of the parameters that the file stores in another layout than the
-        PyTorch module, by name. Filled by `initializers`.
+        PyTorch module, by name. Filled by `read_initializers`.
         """
 
-    def initializers(self) -> dict[str, Held]:
+    def read_initializers(self) -> dict[str, Held]:
         """Return the constant, parameter or derivation of each initializer of the file, by name. A
         derived tensor comes after the tensors from which it is computed.
         """
@@ -171,53 +178,55 @@ class Weights:
             if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
                 # No node reads the tensor; it is only needed for the PyTorch module's `state_dict`.
                 continue
-            found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
+            found[tensor.name] = self._read_tensor(
+                tensor.name, tensor, f"initializer {tensor.name!r}"
+            )
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {
             name for node in self.source.nodes for name in (*node.input, *node.output)
         }
         numbers = FoldNumbers(self.source.nodes, found.keys(), len(graph.input))
-        unfolding = unfolded(parameters, self.roles, self.source.path, taken, numbers)
+        unfolding = find_folds(parameters, self.roles, self.source.path, taken, numbers)
         self.layouts.update(unfolding.layouts)
         for name, origins in unfolding.refused.items():
             self.found[name] = computed_role(origins, legacy=not self.roles.signature)
         for name in unfolding.doubtful:
             self.found[name] = replace(self.found[name], doubtful=True)
         for name, origins in unfolding.detached.items():
-            self.found[name] = Role(False, f"detached from {quoted(origins)}")
+            self.found[name] = Role(False, f"detached from {quote_names(origins)}")
             found[name] = replace(parameters[name], trainable=False)
         folded = unfolding.folded
         # Tensors with a derivation come last, because the tensors from which they are computed are
         # read first.
         plain = {name: each for name, each in found.items() if name not in folded}
-        return {name: self._as_chosen(name, each) for name, each in (plain | folded).items()}
+        return {name: self._apply_choice(name, each) for name, each in (plain | folded).items()}
 
-    def missing(self, value: Value) -> Parameter:
+    def make_missing(self, value: Value) -> Parameter:
         """Return a parameter of type `value` whose data the file lacks, with an initializer
         instead.
         """
-        shape_of(value.shape, f"parameter {value.name!r}")
+        checked_shape(value.shape, f"parameter {value.name!r}")
         self.absent.append(value.name)
-        return self._parameter(Parameter(value, self._initializer(value)))
+        return self._apply_role(Parameter(value, self._choose_initializer(value)))
 
-    def filled(self, value: Value, number: float) -> Parameter:
+    def make_filled(self, value: Value, number: float) -> Parameter:
         """Return the parameter that a ConstantOfShape node creates, whose elements all are
         `number`.
         """
-        return self._parameter(Parameter(value, Fill(number)))
+        return self._apply_role(Parameter(value, Fill(number)))
 
-    def _parameter(self, parameter: Parameter) -> Parameter:
+    def _apply_role(self, parameter: Parameter) -> Parameter:
         """Return the parameter with `trainable` set from its inferred role and the user's choice.
         Its data are not examined.
         """
         value = parameter.value
         role = (
-            self.roles.role(value, lambda: None)
+            self.roles.infer_role(value, lambda: None)
             if value.dtype.is_floating
             else Role(False, "not floating-point")
         )
         self.found[value.name] = role
-        chosen = self._as_chosen(value.name, replace(parameter, trainable=role.trained))
+        chosen = self._apply_choice(value.name, replace(parameter, trainable=role.trained))
         assert isinstance(chosen, Parameter)
         return chosen
 
@@ -230,11 +239,13 @@ class Weights:
         )
         return (f"no numbers are there for parameter {first}: they are drawn at random",)
 
-    def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
+    def read_constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
         """Return the tensor of a Constant node as a constant, or as a parameter if it is trained or
         large.
         """
-        held = self._as_chosen(name, self._tensor(name, tensor, f"constant {name!r}", in_node=True))
+        held = self._apply_choice(
+            name, self._read_tensor(name, tensor, f"constant {name!r}", in_node=True)
+        )
         assert not isinstance(held, Folded)
         return held
 
@@ -244,16 +255,16 @@ class Weights:
         """
         number = node.attribute[0].t.data_type if node.attribute else 1
         floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
-        return floating and self.roles.fills(node.output[0])
+        return floating and self.roles.is_filled_weight(node.output[0])
 
-    def _tensor(
+    def _read_tensor(
         self, name: str, tensor: onnx.TensorProto, where: str, in_node: bool = False
     ) -> Constant | Parameter:
         """Return a tensor of the file as a constant or parameter, with `trainable` set from its
         inferred role. `in_node` is True for the tensor of a Constant node.
         """
         dtype = dtype_of(tensor.data_type, where)
-        shape = shape_of(tensor.dims, where)
+        shape = checked_shape(tensor.dims, where)
         if any(extent < 0 for extent in shape):
             raise ModelError(
                 f"the tensor has the shape {shape}, expected sizes of at least 0", where=where
@@ -267,23 +278,23 @@ class Weights:
             if in_node or not (
                 name in self.source.slices or (apart and stored_bytes(dtype, shape) >= least)
             ):
-                return Constant(value, self._array(name, tensor, where))
-            return Parameter(value, self._storage(name, tensor, dtype), trainable=False)
-        role = self.roles.role(value, lambda: self._numbers(name, tensor), in_node)
+                return Constant(value, self._load_array(name, tensor, where))
+            return Parameter(value, self._find_storage(name, tensor, dtype), trainable=False)
+        role = self.roles.infer_role(value, lambda: self._stored_data(name, tensor), in_node)
         self.found[name] = role
         if not role.trained and role.constant and value.bytes <= SMALL:
-            return Constant(value, self._array(name, tensor, where))
+            return Constant(value, self._load_array(name, tensor, where))
         if in_node and not role.trained and role.constant:
-            array = self._numbers(name, tensor)
+            array = self._stored_data(name, tensor)
             if array is not None and array.size and is_uniform(array):
                 return Parameter(value, Fill(float(array.flat[0])), trainable=False)
-        return Parameter(value, self._storage(name, tensor, dtype), role.trained)
+        return Parameter(value, self._find_storage(name, tensor, dtype), role.trained)
 
-    def _numbers(self, name: str, tensor: onnx.TensorProto) -> np.ndarray | None:
+    def _stored_data(self, name: str, tensor: onnx.TensorProto) -> np.ndarray | None:
         """Return the data of a floating-point tensor; None if they are not available."""
-        return stored_numbers(name, tensor, self.source.slices, self.source.path)
+        return read_stored_data(name, tensor, self.source.slices, self.source.path)
 
-    def _as_chosen(self, name: str, held: Held, other: str = "") -> Held:
+    def _apply_choice(self, name: str, held: Held, other: str = "") -> Held:
         """Return the tensor `held` with `trainable` set from the user's choice for `name` or,
         without such a choice, for the name `other`. Without either choice, return `held` unchanged.
         For a derivation, its source is returned with the choice applied.
@@ -299,12 +310,12 @@ class Weights:
                 role.trained and not role.refused and known in self.roles.signature.parameters
             )
             self.found[known] = SIGNED if is_used_in_place else role
-            parameter = self._as_chosen(held.source.value.name, held.source, name)
+            parameter = self._apply_choice(held.source.value.name, held.source, name)
             assert isinstance(parameter, Parameter)
             return replace(held, source=parameter)
-        trained = self.chosen.trained(name)
+        trained = self.chosen.is_trained(name)
         if trained is None and other:
-            trained = self.chosen.trained(other)
+            trained = self.chosen.is_trained(other)
         if trained is None or not held.value.dtype.is_floating or self.roles.is_statistic(name):
             return held
         self.found[name] = Role(
@@ -317,21 +328,21 @@ class Weights:
             return held
         return Parameter(held.value, place)
 
-    def _place(self, name: str, tensor: onnx.TensorProto) -> FileSlice | VarintSlice | None:
+    def _locate_data(self, name: str, tensor: onnx.TensorProto) -> FileSlice | VarintSlice | None:
         """Return the location of a tensor's data; None if the tensor message has the data or the
         data file is missing.
         """
         if tensor.data_location == tensor.EXTERNAL:
-            return external_slice(tensor, self.source.path)
+            return locate_external_data(tensor, self.source.path)
         return self.source.slices.get(name)
 
-    def _array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:
+    def _load_array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:
         """Return the data of a tensor that the graph holds. Raises ModelError if they are missing
         or malformed.
         """
         import onnx
 
-        place = self._place(name, tensor)
+        place = self._locate_data(name, tensor)
         if place is None:
             if tensor.data_location == tensor.EXTERNAL:
                 raise ModelError(
@@ -342,7 +353,7 @@ class Weights:
             return array_of(tensor, where)
         path = self.source.path
         if isinstance(place, VarintSlice):
-            data = listed_numbers(place, path).tobytes()
+            data = read_varints(place, path).tobytes()
         else:
             with (path.parent / place.file if place.file else path).open("rb") as file:
                 file.seek(place.offset)
@@ -351,7 +362,7 @@ class Weights:
             onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where
         )
 
-    def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
+    def _find_storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
         """Return the location of a parameter's data, or an initializer if the file lacks them.
         Raises ModelError if their size does not fit the shape.
         """
@@ -360,18 +371,18 @@ class Weights:
         if not math.prod(shape):
             return Fill(0.0)
         size = stored_bytes(dtype, shape)
-        place = self._place(name, tensor)
+        place = self._locate_data(name, tensor)
         if place is None:
-            if tensor.data_location != tensor.EXTERNAL and has_numbers(tensor):
+            if tensor.data_location != tensor.EXTERNAL and has_data(tensor):
                 raise ModelError(
                     "the tensor stores its values as a list of numbers, expected raw bytes",
                     hint="save the model again with raw_data",
                     where=where,
                 )
             self.absent.append(name)
-            return self._initializer(Value(name, dtype, shape))
+            return self._choose_initializer(Value(name, dtype, shape))
         if isinstance(place, VarintSlice):
-            count = listed_numbers(place, self.source.path).size
+            count = read_varints(place, self.source.path).size
             if count != math.prod(shape):
                 raise ModelError(
                     f"the tensor has {count} {plural(count, 'number')}, and its shape requires "
@@ -387,7 +398,7 @@ class Weights:
             )
         return place
 
-    def _initializer(self, value: Value) -> Initializer:
+    def _choose_initializer(self, value: Value) -> Initializer:
         """Return the initializer that the file declares for a parameter; otherwise the default for
         its uses. The default of 8-bit integers is uniform.
         """
@@ -413,13 +424,13 @@ class MissingWeightTypes:
     type_of: Callable[[str], Value | None]
     outputs: tuple[str, ...]
 
-    def deduced(self, name: str) -> Value:
+    def infer_type(self, name: str) -> Value:
         """Return the type of the weight `name`, inferred from the first of its uses that determines
         it. Raises ModelError if none does.
         """
         readers = self.uses.readers[name]
         for node, slot in readers:
-            found = self._from_reader(node, slot)
+            found = self._infer_from_reader(node, slot)
             if found is not None:
                 return Value(name, found.dtype, found.shape)
         node = readers[0][0]
@@ -429,7 +440,7 @@ class MissingWeightTypes:
             where=f"{node.op_type} {node.name!r}",
         )
 
-    def _from_reader(
+    def _infer_from_reader(
         self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS
     ) -> Value | None:
         """Return the type of operand `slot` of a node, inferred from the node's other types; its
@@ -441,12 +452,12 @@ class MissingWeightTypes:
         result = self.type_of(node.output[0])
         match node.op_type, slot:
             case "Transpose", 0:
-                return self._transposed(node, steps - 1)
+                return self._infer_from_transpose(node, steps - 1)
             case (("Identity" | "Cast"), 0):
                 if result is not None:
                     return result
                 found = (
-                    self._from_reader(reader, at, steps - 1)
+                    self._infer_from_reader(reader, at, steps - 1)
                     for reader, at in self.uses.readers.get(node.output[0], ())
                 )
                 return next((type_ for type_ in found if type_ is not None), None)
@@ -455,20 +466,20 @@ class MissingWeightTypes:
             case (("Mul" | "Add" | "Div" | "Sub"), _):
                 return Value("", result.dtype, result.shape[-1:])
             case (("LayerNormalization" | "RMSNormalization"), (1 | 2)):
-                axis = _integer(dict(attributes_of(node)), "axis", -1)
+                axis = _integer_attribute(dict(attributes_of(node)), "axis", -1)
                 return Value("", result.dtype, result.shape[axis:])
             case (("MatMul" | "Gemm" | "Conv"), _):
-                return self._factor(node, slot, result)
+                return self._infer_factor(node, slot, result)
             case "Gather", 0:
-                return self._table(node, result)
+                return self._infer_table(node, result)
         return None
 
-    def _transposed(self, node: onnx.NodeProto, steps: int) -> Value | None:
+    def _infer_from_transpose(self, node: onnx.NodeProto, steps: int) -> Value | None:
         """Return the type of the operand of a Transpose, inferred from the uses of its result; None
         if they do not determine it.
         """
         for reader, slot in self.uses.readers.get(node.output[0], ()):
-            found = self._from_reader(reader, slot, steps)
+            found = self._infer_from_reader(reader, slot, steps)
             if found is not None:
                 reverse = tuple(reversed(range(len(found.shape))))
                 order = next(
@@ -480,7 +491,7 @@ class MissingWeightTypes:
                 )
         return None
 
-    def _factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:
+    def _infer_factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:
         """Return the type of the weight or bias that is operand `slot` of a matmul or convolution,
         inferred from the other operand and the result. Returns None if they do not determine it.
         """
@@ -503,16 +514,16 @@ class MissingWeightTypes:
         return Value(
             "",
             result.dtype,
-            (result.shape[1], other.shape[1] // _integer(stated, "group", 1), *window),
+            (result.shape[1], other.shape[1] // _integer_attribute(stated, "group", 1), *window),
         )
 
-    def _table(self, node: onnx.NodeProto, result: Value) -> Value | None:
+    def _infer_table(self, node: onnx.NodeProto, result: Value) -> Value | None:
         """Return the type of the embedding table that a Gather reads; None if it is not determined.
         The number of rows is assumed to be the number of classes of the first output that can be
         logits.
         """
         indices = self.type_of(node.input[1])
-        if indices is None or _integer(dict(attributes_of(node)), "axis", 0):
+        if indices is None or _integer_attribute(dict(attributes_of(node)), "axis", 0):
             return None
         for name in self.outputs:
             logits = self.type_of(name)
@@ -523,7 +534,7 @@ class MissingWeightTypes:
         return None
 
 
-def _integer(stated: dict[str, Attribute], name: str, default: int) -> int:
+def _integer_attribute(stated: dict[str, Attribute], name: str, default: int) -> int:
     """Return the integer attribute `name`; `default` if it is absent or no integer."""
     found = stated.get(name, default)
     return found if isinstance(found, int) else default

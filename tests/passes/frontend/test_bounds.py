@@ -21,11 +21,11 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.passes.frontend import inference as known
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.cleanup import with_named_outputs, without_repeats
+from autopipe.passes.frontend.cleanup import drop_output_identities, merge_equal_nodes
 from autopipe.passes.frontend.fusion.rules import View, fuse_operators
-from autopipe.passes.frontend.inference import MOST_OPERATIONS, Budget, operations_of
-from autopipe.passes.frontend.interpret import _Sweep, _unique
-from autopipe.passes.frontend.load import DEEPEST, inlined
+from autopipe.passes.frontend.inference import MOST_OPERATIONS, Budget, bound_operations
+from autopipe.passes.frontend.interpret import _ReaderState, _unique_name
+from autopipe.passes.frontend.load import DEEPEST, inline_functions
 from tests.passes.frontend.building import floats, integers, model, node, saved
 
 ROOM = 1 << 29
@@ -146,12 +146,12 @@ def test_functions_that_grow(count: int, calls: int, words: str, tmp_path: Path)
 
 
 def test_functions_within_the_bounds_are_inlined() -> None:
-    assert len(inlined(functions(8, 2)).graph.node) == 2**8
-    assert len(inlined(functions(DEEPEST, 1)).graph.node) == 1
+    assert len(inline_functions(functions(8, 2)).graph.node) == 2**8
+    assert len(inline_functions(functions(DEEPEST, 1)).graph.node) == 1
     with pytest.raises(ModelError, match="256 MiB"):
         heavy = functions(14, 2)
         heavy.functions[0].node[0].name = "n" * (1 << 16)
-        inlined(heavy)
+        inline_functions(heavy)
 
 
 def many_dimensions(where: str) -> onnx.ModelProto:
@@ -237,8 +237,8 @@ class Counted(set[str]):
 
 
 def test_names_are_told_apart_in_linear_time() -> None:
-    sweep = _Sweep(*cast("Any", (None, None, None, None, None, None, {})), names=Counted())
-    names = [_unique(sweep, each) for each in ("Relu_2", *["Relu"] * 1000)]
+    sweep = _ReaderState(*cast("Any", (None, None, None, None, None, None, {})), names=Counted())
+    names = [_unique_name(sweep, each) for each in ("Relu_2", *["Relu"] * 1000)]
     assert names[:5] == ["Relu_2", "Relu", "Relu_1", "Relu_3", "Relu_4"] and len(set(names)) == 1001
     assert cast("Counted", sweep.names).asked < 3000
 
@@ -250,7 +250,7 @@ class Asked(tuple[str, ...]):
         raise AssertionError("outputs are searched one by one")
 
 
-@pytest.mark.parametrize("step", [with_named_outputs, without_repeats])
+@pytest.mark.parametrize("step", [drop_output_identities, merge_equal_nodes])
 def test_outputs_are_not_searched_for_each_node(step: Callable[[Graph], Graph]) -> None:
     names = [f"v{index}" for index in range(10)]
     nodes = tuple(Node(name, "Identity", ("x",), (name,)) for name in names)
@@ -289,7 +289,7 @@ def test_operations_of_what_a_node_computes() -> None:
         proto: onnx.NodeProto, *operands: np.ndarray, result: tuple[int, ...] | None
     ) -> int:
         found = None if result is None else Value("", DType.FLOAT32, result)
-        return operations_of(proto, operands, (found,))
+        return bound_operations(proto, operands, (found,))
 
     assert counted(node("Add", "a b", "y"), floats(4, 1), floats(4), result=(4, 4)) == 24
     assert (
@@ -313,4 +313,4 @@ def test_operations_of_what_a_node_computes() -> None:
 
 def test_a_budget_is_spent_once() -> None:
     budget = Budget(10)
-    assert [budget.takes(amount) for amount in (6, 6, 4, 1)] == [True, False, True, False]
+    assert [budget.spend(amount) for amount in (6, 6, 4, 1)] == [True, False, True, False]

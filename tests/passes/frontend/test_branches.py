@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.branches import branches_of
+from autopipe.passes.frontend.branches import find_branches
 from tests.passes.frontend.building import Shape, floats, model, node, saved
 
 
@@ -36,7 +36,7 @@ def towers(count: int, layers: int) -> onnx.ModelProto:
 def test_towers_are_branches(count: int, layers: int, tmp_path: Path) -> None:
     graph = read_model(saved(towers(count, layers), tmp_path)).graph
     work = [each.forward_flops for each in roofline_costs(graph)]
-    found = branches_of(graph, work)
+    found = find_branches(graph, work)
     assert [branch.first for branch in found] == [f"matmul_t{tower}_0" for tower in range(count)]
     assert [branch.nodes for branch in found] == [layers] * count
     assert {branch.flops for branch in found} == {layers * 2.0 * 2 * 8 * 8}
@@ -44,7 +44,7 @@ def test_towers_are_branches(count: int, layers: int, tmp_path: Path) -> None:
 
 def test_a_chain_has_no_branches(tmp_path: Path) -> None:
     graph = read_model(saved(towers(1, 4), tmp_path)).graph
-    assert branches_of(graph, [each.forward_flops for each in roofline_costs(graph)]) == ()
+    assert find_branches(graph, [each.forward_flops for each in roofline_costs(graph)]) == ()
 
 
 def test_consecutive_forks(tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_consecutive_forks(tmp_path: Path) -> None:
     ]  # fmt: skip
     proto = model(nodes, {"x": [2, 8]}, "y", {name: floats(8, 8) for name in "abcd"})
     graph = read_model(saved(proto, tmp_path)).graph
-    found = branches_of(graph, [each.forward_flops for each in roofline_costs(graph)])
+    found = find_branches(graph, [each.forward_flops for each in roofline_costs(graph)])
     assert [branch.first for branch in found] == ["matmul_a1", "matmul_b1"]

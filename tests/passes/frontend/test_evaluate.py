@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from autopipe.passes.frontend.inference import FORMULAS, Inference, told_by_formula
+from autopipe.passes.frontend.inference import FORMULAS, Inference, evaluate_by_formula
 
 INTEGERS = np.arange(6).reshape(2, 3)
 REALS = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
@@ -42,7 +42,7 @@ def test_a_formula_tells_what_the_evaluator_of_onnx_does(
     (expected,) = ReferenceEvaluator(node, opsets={"": 21}).run(
         None, dict(zip(names, operands, strict=True))
     )
-    told = told_by_formula(node, operands)
+    told = evaluate_by_formula(node, operands)
     assert told is not None
     assert (told[0].dtype, told[0].shape) == (np.asarray(expected).dtype, np.shape(expected))
     assert told[0].tobytes() == np.asarray(expected).tobytes()
@@ -70,14 +70,14 @@ def test_what_has_no_formula_is_left_to_the_evaluator(
     node = onnx.helper.make_node(
         operator, ["" if each is None else "i" for each in operands], ["o"]
     )
-    assert told_by_formula(node, operands) is None
+    assert evaluate_by_formula(node, operands) is None
 
 
 def test_attributes_and_other_domains_are_left_to_the_evaluator() -> None:
     stated = onnx.helper.make_node("Unsqueeze", ["x"], ["o"], axes=[0])
     other = onnx.helper.make_node("Add", ["x", "y"], ["o"], domain="com.example")
-    assert told_by_formula(stated, (REALS,)) is None
-    assert told_by_formula(other, (REALS, REALS)) is None
+    assert evaluate_by_formula(stated, (REALS,)) is None
+    assert evaluate_by_formula(other, (REALS, REALS)) is None
 
 
 def test_operators_are_evaluated_as_their_opset_has_them() -> None:

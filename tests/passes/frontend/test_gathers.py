@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autopipe.ir.graph import Constant, DType, Graph, Node, Value
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.cleanup import with_plain_gathers
+from autopipe.passes.frontend.cleanup import replace_broadcast_gathers
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
 from tests.passes.frontend.evaluated import emitted
 from tests.passes.frontend.reference import run
@@ -120,7 +120,7 @@ def expected_shape(graph: Graph) -> tuple[int, ...] | None:
 
 def found_shape(graph: Graph) -> tuple[int, ...] | None:
     """Return the shape in which the pass expands the data; None if it keeps the gather."""
-    found = with_plain_gathers(graph)
+    found = replace_broadcast_gathers(graph)
     if found.nodes == graph.nodes:
         return None
     assert [node.op for node in found.nodes] in (["Reshape"], ["Reshape", "Expand"])

@@ -11,7 +11,7 @@ import pytest
 from autopipe.ir.errors import ModelError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.detached import DetachedReads, detached_reads
+from autopipe.passes.frontend.detached import DetachedReads, find_detached_reads
 from autopipe.passes.frontend.signature import Signature
 from tests.passes.frontend.building import INT64, floats, model, node, saved
 
@@ -81,7 +81,7 @@ def test_a_dropped_argument_leaves_the_others_known_by_their_names(
     )
     last.metadata_props.add(key=CALL, value=text)
     unknown = () if known else (f"Mul {last.name!r}",)
-    found = detached_reads([node("MatMul", "x w", "h"), last], Signature())
+    found = find_detached_reads([node("MatMul", "x w", "h"), last], Signature())
     assert found == DetachedReads(frozenset(), unknown)
 
 

@@ -19,7 +19,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model, read_model
-from autopipe.passes.frontend.protobuf_scan import GRAPH_INITIALIZER, MODEL_GRAPH, framed
+from autopipe.passes.frontend.protobuf_scan import GRAPH_INITIALIZER, MODEL_GRAPH, frame_payload
 from autopipe.passes.weight_files import matched_weights
 from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor
 from tests.passes.frontend.building import FLOAT, floats
@@ -157,8 +157,8 @@ def test_numbers_that_are_not_packed_are_rejected_and_not_drawn(tmp_path: Path) 
     listed = onnx.TensorProto(name="w", data_type=1, dims=[4, 2]).SerializeToString()
     listed += b"".join(b"\x25" + number.tobytes() for number in onh.to_array(tensor).reshape(-1))
     del proto.graph.initializer[:]
-    graph = proto.graph.SerializeToString() + framed(GRAPH_INITIALIZER, listed)
+    graph = proto.graph.SerializeToString() + frame_payload(GRAPH_INITIALIZER, listed)
     proto.ClearField("graph")
-    path.write_bytes(proto.SerializeToString() + framed(MODEL_GRAPH, graph))
+    path.write_bytes(proto.SerializeToString() + frame_payload(MODEL_GRAPH, graph))
     with pytest.raises(ModelError, match="stores its values as a list of numbers"):
         read_model(path)

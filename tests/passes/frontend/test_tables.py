@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopipe.passes.frontend.tables import is_uniform, table_of
+from autopipe.passes.frontend.tables import is_uniform, kind_of_table
 from tests.passes.frontend.building import floats
 
 PLACES = np.arange(64, dtype=np.float64)[:, None]
@@ -34,16 +34,16 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_recognised(name: str) -> None:
-    assert table_of(TABLES[name].astype(np.float32), named=False)
+    assert kind_of_table(TABLES[name].astype(np.float32), named=False)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_no_tables(name: str) -> None:
-    assert not table_of(WEIGHTS[name].astype(np.float32), named=False)
+    assert not kind_of_table(WEIGHTS[name].astype(np.float32), named=False)
 
 
 def test_a_series_with_a_name_may_be_a_parameter() -> None:
-    assert not table_of(np.linspace(-6, 1, 16), named=True)
+    assert not kind_of_table(np.linspace(-6, 1, 16), named=True)
 
 
 def test_tensors_of_equal_elements_are_no_tables() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.model import reason_for
+from autopipe.passes.frontend.model import unsupported_reason
 from tests.passes.frontend.building import (
     floats,
     integers,
@@ -107,7 +107,7 @@ def test_unknown_operators_are_listed_with_their_numbers(tmp_path: Path) -> None
     ],
 )
 def test_hints_come_from_what_an_operator_is(operator: str, reason: str) -> None:
-    assert reason in reason_for(operator)
+    assert reason in unsupported_reason(operator)
 
 
 def test_strings(tmp_path: Path) -> None:

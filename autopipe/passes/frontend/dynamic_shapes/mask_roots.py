@@ -11,7 +11,7 @@ import numpy as np
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops import operators_with
-from autopipe.passes.frontend.inference import content_of, form_of
+from autopipe.passes.frontend.inference import cached_content, node_key
 
 if TYPE_CHECKING:
     import onnx
@@ -140,10 +140,12 @@ class MaskRoots:
         for each in node.input:
             known = arrays.get(each)
             content = (
-                self.root(each, types, arrays, depth - 1) if known is None else content_of(known)
+                self.root(each, types, arrays, depth - 1)
+                if known is None
+                else cached_content(known)
             )
             operands.append((types[each].shape if each in types else None, content))
-        return self._first_equal.setdefault((*form_of(node), *operands), name)
+        return self._first_equal.setdefault((*node_key(node), *operands), name)
 
 
 def _is_single_element(node: onnx.NodeProto, types: Mapping[str, Value]) -> bool:

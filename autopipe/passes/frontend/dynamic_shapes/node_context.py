@@ -26,7 +26,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.dynamic_shapes.sizes import Number
 from autopipe.passes.frontend.elements import attributes_of
-from autopipe.passes.frontend.inference import Inference, content_of, form_of
+from autopipe.passes.frontend.inference import Inference, cached_content, node_key
 
 if TYPE_CHECKING:
     import onnx
@@ -167,8 +167,8 @@ class NodeFacts:
         numbers = self.operand_numbers_for(WITNESS)
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
         axes = tuple(map(row_axes_of, self.facts))
-        contents = tuple(None if each is None else content_of(each) for each in numbers)
-        key = (*form_of(self.node), kinds, axes, contents)
+        contents = tuple(None if each is None else cached_content(each) for each in numbers)
+        key = (*node_key(self.node), kinds, axes, contents)
         if key not in self.row_axes_cache:
             self.row_axes_cache[key] = self._follow_rows(types, numbers)
         return self.row_axes_cache[key]

@@ -20,7 +20,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     replace_size,
     row_type_of,
 )
-from autopipe.passes.frontend.elements import NUMBERS, renamed
+from autopipe.passes.frontend.elements import NUMBERS, copy_with_names
 from autopipe.passes.frontend.rewriter import (
     REDUCE_SUM_OPERANDS_SINCE,
     SLICE_OPERANDS_SINCE,
@@ -62,7 +62,7 @@ class RowWriter:
         """Write the replaced node with other operands and results, and with `attributes` added."""
         import onnx.helper
 
-        node = renamed(self._rewriter.proto, operands, results)
+        node = copy_with_names(self._rewriter.proto, operands, results)
         added = (onnx.helper.make_attribute(name, each) for name, each in attributes.items())
         node.attribute.extend(added)
         self._rewriter.copy(node)

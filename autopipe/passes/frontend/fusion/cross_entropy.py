@@ -21,7 +21,7 @@ from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, classes_of
 from autopipe.ir.ops.movement import slice_ranges
 from autopipe.ir.ops.operator import nonnegative_axis, signature_of
-from autopipe.passes.frontend.cleanup import without_unread
+from autopipe.passes.frontend.cleanup import remove_unread
 from autopipe.passes.frontend.fusion.view import View, is_near
 
 MIN_CLASSES = 16_384
@@ -72,7 +72,7 @@ def fuse_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
         own = _fuse_loss(view, node) if view.readers[node.outputs[0]] else ()
         changed |= bool(own)
         nodes.extend(own or (node,))
-    return without_unread(view.build(nodes)) if changed else graph
+    return remove_unread(view.build(nodes)) if changed else graph
 
 
 def _count_reads(graph: Graph, wanted: Iterable[str]) -> Counter[str]:

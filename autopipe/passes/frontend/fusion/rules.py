@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.passes.frontend.cleanup import without_repeats, without_unread
+from autopipe.passes.frontend.cleanup import merge_equal_nodes, remove_unread
 from autopipe.passes.frontend.fusion.attention import fuse_attention
 from autopipe.passes.frontend.fusion.experts import fuse_gathered_experts, fuse_masked_experts
 from autopipe.passes.frontend.fusion.gated_units import fuse_gated_unit, fuse_swish
@@ -77,7 +77,7 @@ def fuse_operators(graph: Graph) -> Graph:
         for each in replacement:
             view.writers.update({name: each for name in each.outputs if name})
         nodes.extend(replacement)
-    return without_unread(without_repeats(view.build(nodes))) if is_changed else graph
+    return remove_unread(merge_equal_nodes(view.build(nodes))) if is_changed else graph
 
 
 def _apply_first_rule(view: View, node: Node) -> tuple[Node, ...] | None:

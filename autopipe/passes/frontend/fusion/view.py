@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.graph import DType, Fill, Graph, Node
-from autopipe.passes.frontend.elements import number_array
+from autopipe.passes.frontend.elements import scalar_array
 from autopipe.passes.frontend.inference import ConstantFolder
 from autopipe.passes.frontend.rewriter import GraphEdit
 
@@ -68,7 +68,7 @@ class View(GraphEdit):
     def number_constant(self, number: float, dtype: DType) -> str:
         """Return the name of a scalar constant. Equal numbers of one type share one constant."""
         key = f"{dtype.value}_{number!r}"
-        return self._constant(key, lambda: number_array(number, dtype), dtype)
+        return self._constant(key, lambda: scalar_array(number, dtype), dtype)
 
     def _constant(self, key: str, array: Callable[[], np.ndarray], dtype: DType) -> str:
         """Return the name of the constant that was added under `key`; the first call adds it with
