@@ -31,22 +31,23 @@ def infer_batch_axes(
     declared: Mapping[str, int | None],
     read: Callable[[Inputs], Graph],
 ) -> Mapping[str, int | None]:
-    """Return `declared`, plus None for each input whose axis 0 does not count samples, such as the
-    edge list of a graph network, regions of images, and tables of positions.
+    """Return `declared`, plus None for each input whose axis 0 does not count samples, for example
+    the edge list of a graph network, regions of images, and tables of positions.
 
-    Inputs in `declared` and inputs without dimensions are not examined. The others are grouped by
-    the size or symbol of axis 0. With a single group, nothing is added. Otherwise each group,
+    Inputs in `declared` and inputs without dimensions are not examined. The other inputs are
+    grouped by the size or symbol of axis 0. A single group adds no entry. Otherwise each group,
     except that of size 1, is followed through the graph that `read` returns for trial sizes. Axis 0
     of a group does not count samples in these cases:
 
     - No output depends on it.
     - A node uses it for a lookup, or cannot be split along it.
-    - Another group has fewer nodes that combine elements along axis 0, or equally many nodes and an
-      earlier output dimension.
+    - Another group passes through fewer nodes that combine elements along axis 0, or through
+      equally many and becomes an earlier output dimension.
 
     If the graph cannot be read with the trial sizes, it is read with all unbound symbols set to 1.
-    If that succeeds, inputs whose axis 0 has a fixed size above 1 get None; otherwise nothing is
-    added. Raises an AutopipeError if reading fails although `dims` binds all symbols.
+    If that succeeds, the entry of each input whose axis 0 is fixed to a size above 1 is None;
+    otherwise no entry is added. Raises an AutopipeError if reading fails although `dims` binds all
+    symbols.
     """
     inputs_of_size: dict[int | str, list[str]] = {}
     for info in inputs:
@@ -75,7 +76,8 @@ def infer_batch_axes(
             # The model can be read if all symbols are 1, so the symbolic sizes of axis 0 are batch
             # sizes, and the fixed sizes are not.
             return {**declared, **dict.fromkeys(fixed_names)}
-        # A failed trial is no error: the model may be readable with the sizes that the user sets.
+        # A failed trial does not count: the model may be readable with the sizes that the user
+        # sets.
         return declared
     minimum = min(filter(None, mixing.values()), default=None)
     without_samples = [

@@ -1,4 +1,4 @@
-"""Search for branches of a graph that can run in parallel, such as the towers of a multi-modal
+"""Search for branches of a graph that can run in parallel, for example the towers of a multi-modal
 model.
 """
 
@@ -91,8 +91,9 @@ def _connected_components(graph: Graph, nodes: list[int]) -> list[list[int]]:
     """Return the connected components of `nodes` (ascending indices), each ascending, in the order
     of their first nodes.
 
-    Two nodes are connected if one reads a result of the other. This is a union-find with path
-    halving, because importing the function of scipy takes longer than the whole command `inspect`.
+    Two nodes are connected if a result of the first is an operand of the second. This is a
+    union-find with path halving, because importing scipy's function would be slower than running
+    the command `inspect`.
     """
     parents = {each: each for each in nodes}
 

@@ -41,9 +41,9 @@ def replace_broadcast_gathers(graph: Graph) -> Graph:
     """Return the graph in which Reshape and Expand replace each Gather and GatherND that only
     broadcasts its data.
 
-    The indices of such a gather are known and read all rows of the data in order; each row may be
-    repeated for a block of results. Exporters write attention masks like this: `mask[batch_index,
-    key_index]`. Gathers from parameters are kept.
+    The indices of the gather must be constants that read all rows of the data in order; a row may
+    be repeated for a block of results. Exporters write attention masks like this:
+    `mask[batch_index, key_index]`. Gathers from parameters are not replaced.
     """
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
@@ -73,8 +73,8 @@ def replace_broadcast_gathers(graph: Graph) -> Graph:
 
 
 def make_indices_nonnegative(graph: Graph) -> Graph:
-    """Return the graph in which each Gather whose indices are differences, such as widths of boxes,
-    reads indices that are not negative.
+    """Return the graph in which each Gather whose indices are differences, for example widths of
+    boxes, reads indices that are not negative.
 
     A difference may be negative. In ONNX, a negative index counts from the end of the axis, but
     torch's embedding rejects it. The added nodes add the size of the axis to negative indices.
@@ -140,11 +140,11 @@ def _is_difference(graph: Graph, name: str) -> bool:
 
 
 def _shape_before_expand(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
-    """Return the shape to which the data of the gather `node` are reshaped so that an Expand yields
-    the result. Returns None if a Reshape and an Expand cannot replace the gather, or if its
-    analysis exceeds the budget of `known`.
+    """Return the shape of the Reshape that, followed by an Expand, replaces the gather `node`.
+    Returns None if these two operators cannot replace the gather, or if its analysis exceeds the
+    budget of `known`.
 
-    A gather from a parameter is an embedding and is kept.
+    A gather from a parameter is an embedding and is not replaced.
     """
     data = graph.type_of(node.inputs[0])
     result = graph.type_of(node.outputs[0])
@@ -168,13 +168,13 @@ def _shape_before_expand(graph: Graph, known: ConstantFolder, node: Node) -> tup
 
 
 def _shape_of_broadcast_range(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
-    """Return the shape in which the integers 0 … count − 1, in order, broadcast to the array
-    `rows`; None if there is no such shape. `rows` must not be empty.
+    """Return the shape with which the integers 0 … count − 1, in order, broadcast to the array
+    `rows`, which must not be empty. Returns None if they do not broadcast to it.
     """
     if rows.size < count:
         return None
-    # Along a broadcast dimension, the row number is constant. Together, the other dimensions count
-    # all rows in order.
+    # The row number is constant along a broadcast dimension. The other dimensions count every row
+    # in order.
     shape = tuple(
         size if size > 1 and (rows.take(0, axis) != rows.take(1, axis)).any() else 1
         for axis, size in enumerate(rows.shape)
@@ -207,8 +207,8 @@ def _addressed_rows(
         axis = 0
         limits = shape[: indices.shape[-1]]
         columns = indices
-    # A broadcast reads every row, so it has at least as many indices as rows. This also rejects row
-    # numbers that numpy cannot represent.
+    # A broadcast reads every row, so a gather with fewer indices than rows is not a broadcast. This
+    # also rejects row numbers that numpy cannot represent.
     if math.prod(limits) > max(columns.size, 1):
         return None
     rows: np.ndarray | None = None
@@ -224,11 +224,11 @@ def _addressed_rows(
 
 
 def move_unpacking_to_readers(graph: Graph) -> Graph:
-    """Return the graph in which nodes that unpack or dequantise parameters stand right before the
+    """Return the graph in which nodes that unpack or dequantise parameters directly precede the
     first node that reads their results.
 
-    Files often have all of these nodes at the beginning. In that order, all unpacked weights would
-    be in memory at once.
+    Files often begin with all of these nodes. All unpacked weights would then be in memory at the
+    same time.
     """
     held = (
         {each.value.name for each in graph.parameters}
@@ -270,10 +270,10 @@ def _pop_dependencies(waiting: dict[str, Node], names: Iterable[str]) -> list[No
 
 
 def clean_graph(graph: Graph) -> Graph:
-    """Return a graph with the same results, after the passes of this module that every graph goes
-    through. They replace gathers that only broadcast, make indices non-negative, drop Identity
-    nodes before outputs, merge equal constants and nodes, remove unread nodes, and move unpacking
-    right before its use. Parameters on which an output depends are unchanged.
+    """Return an equivalent graph after the passes that every graph goes through. They replace
+    gathers that only broadcast, make indices non-negative, drop Identity nodes before outputs,
+    merge equal constants and nodes, remove unread nodes, and move unpacking right before its use.
+    Parameters that an output depends on are unchanged.
     """
     plain = make_indices_nonnegative(replace_broadcast_gathers(drop_output_identities(graph)))
     return move_unpacking_to_readers(remove_unread(merge_equal_nodes(merge_equal_constants(plain))))
@@ -326,8 +326,9 @@ def drop_output_identities(graph: Graph) -> Graph:
 
 
 def merge_equal_nodes(graph: Graph) -> Graph:
-    """Return the graph with only the first of several nodes that have the same operator, operands
-    and attributes. Nodes that draw random numbers, loops, and nodes that write an output are kept.
+    """Return the graph with only the first of several nodes with equal operators, operands and
+    attributes. Nodes that draw random numbers, loops, and nodes that write an output are not
+    removed.
     """
     first: dict[object, Node] = {}
     names: dict[str, str] = {}
@@ -373,7 +374,7 @@ def remove_unread(graph: Graph) -> Graph:
             node = node if node.body is None else _prune_loop(node, needed)
             kept.append(node)
             needed.update(node.inputs)
-            needed.discard("")  # An absent operand has the name "".
+            needed.discard("")  # The name of an absent operand is "".
     return dataclasses.replace(
         replace_nodes(graph, reversed(kept)),
         parameters=tuple(
@@ -384,8 +385,8 @@ def remove_unread(graph: Graph) -> Graph:
 
 
 def _prune_loop(loop: Node, needed: set[str]) -> Node:
-    """Return the node `loop` without the states and results that nothing needs. `needed` has the
-    names of values that are outputs of the graph or that nodes after the loop read.
+    """Return the node `loop` without the states and results that nothing needs. `needed` contains
+    the names of values that are outputs of the graph or that nodes after the loop read.
     """
     body = body_of(loop)
     states = loop.integer("states")
@@ -439,8 +440,8 @@ def convert_to_inference(graph: Graph) -> Graph:
 
 
 def remove_dropout(graph: Graph) -> Graph:
-    """Return the graph without Dropout nodes that drop elements; the graph itself if it has none. A
-    Dropout whose mask is used is kept, but drops nothing (`is_test` = 1).
+    """Return the graph without Dropout nodes that drop elements; the graph itself if there are
+    none. A Dropout whose mask is used is not removed, but drops no elements (`is_test` = 1).
     """
     names: dict[str, str] = {}
     kept: list[Node] = []
@@ -461,12 +462,12 @@ def remove_dropout(graph: Graph) -> Graph:
 
 
 def remove_idle_stops(graph: Graph, trains: bool = True) -> Graph:
-    """Return the graph without StopGradient nodes that stop no gradient; the graph itself if
-    nothing changes.
+    """Return the graph without StopGradient nodes that do not stop a gradient; the graph itself if
+    it is unchanged.
 
-    A StopGradient stops no gradient if its operand depends on no trained parameter, or if the graph
-    is not trained (`trains` is False). A Where that then selects between two copies of one value is
-    removed, too.
+    A StopGradient does not stop a gradient if its operand depends on no trained parameter, or if
+    the graph is not trained (`trains` is False). A `Where` that then selects between two copies of
+    one value is also removed.
     """
     if not any(node.op == STOP_GRADIENT for node in graph.nodes):
         return graph
@@ -496,9 +497,9 @@ def remove_idle_stops(graph: Graph, trains: bool = True) -> Graph:
 
 
 def _common_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
-    """Return the value that the node, a Where, returns in any case, or "" if there is none. `names`
-    maps names of operands to the values that replace them. There is such a value if both operands
-    are the same value and the Where does not broadcast it.
+    """Return the value that the node, a `Where`, always returns; "" if its result depends on the
+    condition. `names` maps names of operands to the values that replace them. The result is always
+    one value if both operands are that value and the node does not broadcast it.
     """
     first, second = (names.get(each, each) for each in node.inputs[1:])
     is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape

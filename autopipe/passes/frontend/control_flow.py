@@ -1,13 +1,13 @@
 """Replacement of If, Loop, Scan and SequenceMap while a file is read. The nodes of the chosen
 branch replace an If. Copies of the body, one per iteration, replace a loop (unrolling).
 
-Conditions and iteration counts must be known after dimensions are bound, with two exceptions. If
-the condition of an If depends on data, both branches are computed and Where selects the results. If
-the end of a Loop depends on data, all iterations up to its maximum count are computed, and
-iterations after the end leave the loop-carried states unchanged.
+Conditions and iteration counts must be constants after dimensions are bound, with two exceptions.
+If the condition of an If depends on data, both branches are computed and `Where` selects the
+results. If the end of a Loop depends on data, all iterations up to its maximum count are computed,
+and iterations after the end do not change the loop-carried states.
 
-A loop that would be unrolled into more than `MAX_UNROLLED_NODES` nodes is kept as one loop operator
-if possible (see the module `loops`).
+A loop that would be unrolled into more than `MAX_UNROLLED_NODES` nodes becomes one loop operator if
+possible (module `loops`).
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def hoist_from_bodies(graph: onnx.GraphProto, slices: dict[str, FileSlice | Vari
     """Make names in bodies of control flow unique, and move initializers and Constant nodes out of
     the bodies. Changes `graph` in place.
 
-    Each value that a body defines gets a name that is unique in the file. Constant nodes are
-    appended to the nodes of `graph`, initializers to its initializers. `slices` has the location of
-    tensor data in the file. For a tensor of a body, its key is the result of
-    `protobuf_scan.body_tensor_key`; the new name replaces this key. Raises ModelError if bodies are nested
-    more than `DEEPEST_BODY` deep or have sparse weights.
+    Each value that a body defines receives a name that is unique in the file. Constant nodes are
+    appended to the nodes of `graph`, initializers to its initializers. `slices` contains the
+    location of tensor data in the file. For a tensor of a body, its key is the result of
+    `protobuf_scan.body_tensor_key`; the new name replaces this key. Raises ModelError if bodies are
+    nested more than `DEEPEST_BODY` deep or have sparse weights.
     """
     if any(node.op_type in CONTROL_OPERATORS for node in graph.node):
         _BodyHoister(graph, slices, set(_defined_names(graph, deep=False))).run()
@@ -126,7 +126,7 @@ class _BodyHoister:
 
         def body(graph: onnx.GraphProto, outside: Mapping[str, str], depth: int) -> None:
             """Rename the values of a body, and move its initializers and Constant nodes to `top`.
-            `outside` has the new name of each renamed value of the enclosing bodies.
+            `outside` contains the new name of each renamed value of the enclosing bodies.
             """
             if depth > DEEPEST_BODY:
                 raise ModelError(
@@ -161,8 +161,8 @@ class _BodyHoister:
                 (self.top if is_constant else graph).node.append(node)
 
         def visit(node: onnx.NodeProto, names: Mapping[str, str], depth: int) -> None:
-            """Process the bodies of a node. `names` has the new name of each renamed value that the
-            node can read.
+            """Process the bodies of a node. `names` contains the new name of each renamed value
+            that the node can read.
             """
             if node.op_type in CONTROL_OPERATORS:
                 for attribute in node.attribute:
@@ -186,9 +186,9 @@ class ReaderAccess:
     """
 
     data: Callable[[str], np.ndarray | None]
-    """Returns the data of a value; None if the data are not known."""
+    """Returns the data of a value; None if the data are unknown."""
     type_of: Callable[[str], Value | None]
-    """Returns the type of a value; None for a value whose type is not known yet, such as a
+    """Returns the type of a value; None for a value whose type is not known yet, for example a
     sequence.
     """
     sequences: Sequences
@@ -209,8 +209,8 @@ class ReaderAccess:
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """A loop-carried state: a value that an iteration gets from the previous iteration. Fields are
-    names of values.
+    """A loop-carried state: a value that an iteration receives from the previous iteration. Fields
+    are names of values.
     """
 
     operand: str
@@ -427,12 +427,13 @@ class _LoopUnroller:
         self.iterations = 0
         """Number of iterations unrolled so far."""
         self.unkept_reason = ""
-        """The reason why the loop cannot be kept as one operator; "" unless `_keep_as_operator` has found one.
+        """The reason why the loop cannot be kept as one operator; "" unless `_keep_as_operator` has
+        found one.
         """
 
     def unroll_iteration(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
         """Yield the nodes of the next iteration, whose body reads the values `inputs`. Afterwards,
-        `self.results` has the names of the body's outputs in this iteration.
+        `self.results` contains the names of the body's outputs in this iteration.
 
         Raises ModelError if the file has too many nodes, or if the numbers of inputs and outputs do
         not fit.
@@ -513,9 +514,9 @@ class _LoopUnroller:
             if alive:
                 for names in zip(inner, old, carried, strict=True):
                     yield from _select_result(self.node, alive, *names, self.reader, self.where)
-                # The next iteration may read the body's result directly if its data are known, such
-                # as a counter: states that a finished loop computes are never selected. Known data
-                # let the next iteration be evaluated while the file is read.
+                # Known data let the next iteration be evaluated while the file is read. It may read
+                # them (a counter, for example) instead of the selected state, because states that a
+                # finished loop computes are never selected.
                 pairs = zip(inner, carried, strict=True)
                 inner = [
                     new if self.reader.data(new) is not None else mixed for new, mixed in pairs
@@ -644,7 +645,7 @@ class _LoopUnroller:
 
     def _iteration_counts(self, scanned: Iterable[str], axes: Iterable[int]) -> set[int]:
         """Return the distinct sizes of the scan inputs `scanned` along their scan axes. Returns an
-        empty set if the shape of a scan input is not known or lacks the axis.
+        empty set if the shape of a scan input is unknown or lacks the axis.
         """
         found = set()
         for name, axis in zip(scanned, axes, strict=True):
@@ -663,14 +664,14 @@ class _LoopUnroller:
         scanned: list[tuple[str, int, bool]],
         gathers: list[tuple[int, bool]],
     ) -> list[onnx.NodeProto] | None:
-        """Keep the loop as one operator of `count` iterations, and return the nodes that follow the
-        operator. Return None if the loop cannot be kept; `self.unkept_reason` then has the reason,
-        unless the body has a wrong number of inputs or outputs.
+        """Add the loop to the graph as one operator of `count` iterations, and return the nodes
+        that follow the operator. Return None if that is not possible; `self.unkept_reason` then
+        states the reason, unless the numbers of inputs and outputs of the body are wrong.
 
-        `carried` has the initial states; `scanned` the (name, axis, backwards) of each scan input;
-        `gathers` the (axis, backwards) of each scan output. States that no iteration changes are
-        read from outside of the loop. A sequence to which each iteration appends a tensor becomes a
-        scan output.
+        `carried` lists the initial states, `scanned` (name, axis, backwards) of each scan input,
+        and `gathers` (axis, backwards) of each scan output. States that no iteration changes are
+        read from outside of the loop. A sequence becomes a scan output if each iteration appends a
+        tensor.
         """
         counted = 2 * (self.node.op_type == "Loop")
         inputs, results = (
@@ -774,8 +775,9 @@ class _LoopUnroller:
     def _stack_scan_outputs(
         self, names: list[str], stacked: list[list[str]], axes: list[int]
     ) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes that write the scan outputs `names`. `stacked` has for each output the
-        names of the values of all iterations, which are stacked along a new axis, given in `axes`.
+        """Yield the nodes that write the scan outputs `names`. `stacked` contains for each output
+        the names of the values of all iterations, which are stacked along a new axis, given in
+        `axes`.
         """
         types = self.body.output[len(self.body.output) - len(names) :]
         for name, found, axis, info in zip(names, stacked, axes, types, strict=True):
@@ -811,7 +813,7 @@ class _LoopUnroller:
         return empty_tensor_nodes(self.node, name, kind.elem_type, shape)
 
     def _known_integer(self, name: str) -> int | None:
-        """Return the integer that a value of one element holds; None if its data are not known or
+        """Return the integer that a value of one element holds; None if its data are unknown or
         have several elements.
         """
         array = self.reader.data(name)
@@ -820,7 +822,7 @@ class _LoopUnroller:
 
 def _scan_attribute(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
     """Return attribute `name` of a Scan, a list of `count` integers; zeros if it is absent.
-    `stated` has the node's attributes. Raises ModelError for a list of another length.
+    `stated` contains the node's attributes. Raises ModelError for a list of another length.
     """
     found = stated.get(name) or [0] * count
     if len(found) != count:

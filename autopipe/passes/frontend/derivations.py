@@ -144,8 +144,8 @@ class Step:
 def apply_steps(
     steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return the result of applying the steps to `array` in order. `others` has the data of the
-    parameters that steps use as second operand.
+    """Return the result of applying the steps to `array` in order. `others` contains the data of
+    the parameters that steps use as second operand.
     """
     for step in steps:
         array = step.apply(array, others)
@@ -156,10 +156,10 @@ def find_weighted_sum(
     elements: Mapping[str, np.ndarray], result: np.ndarray
 ) -> tuple[Step, ...] | None:
     """Return the steps that compute `result` as a constant times the sum of `elements`; None if
-    `result` is no such sum.
+    `result` is not such a sum.
 
-    `elements` maps names to tensors with one element each. The steps are applied to the first of
-    them, and add the others. The constant has at most two significant digits.
+    `elements` maps names to tensors of one element. The steps are applied to the first tensor, and
+    add the other tensors. The constant is rounded to two significant digits.
     """
     numbers = [float(each.reshape(())) for each in elements.values()]
     total = sum(numbers)

@@ -69,8 +69,8 @@ def find_detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -
                 )
             elif Counter(node.input[slot] for slot in slots) - Counter(arguments):
                 # Operands and arguments cannot be paired, because the optimization drops arguments
-                # such as the empty tensor of a concatenation. No operand is detached if each has
-                # its own name among the arguments.
+                # (for example the empty tensor of a concatenation). No operand is detached if the
+                # name of each is an argument.
                 unknown.append(f"{node.op_type} {node.name!r}")
     return DetachedReads(frozenset(found), tuple(unknown))
 

@@ -72,7 +72,7 @@ class Annotation:
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """A distribution of the model over `devices` devices, which are identified by numbers from 0.
-    `device_names` has a name per device or is empty.
+    `device_names` contains a name per device or is empty.
     """
 
     name: str
@@ -254,7 +254,7 @@ def _parse_sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> S
         raise ModelError(f"dimension {again} of the tensor is sharded twice", where=where)
     groups = _devices_by_shard(spec, where)
     blocks = math.prod(count for _, count in cuts)
-    # An unsharded tensor has one shard, so several listed devices each hold a copy of it.
+    # An unsharded tensor consists of one shard; each of several listed devices stores a copy of it.
     if blocks == 1 and groups:
         groups = (tuple(device for group in groups for device in group),)
     if blocks != len(groups):

@@ -204,8 +204,8 @@ def copy_with_names(
 def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:
     """Return (name, value) of each attribute of a node, sorted by name.
 
-    A tensor attribute of one element, such as `value` of ConstantOfShape, becomes a number. Raises
-    ModelError for larger tensors, for graphs (bodies of control flow) and for types.
+    A tensor attribute of one element, for example `value` of ConstantOfShape, becomes a number.
+    Raises ModelError for larger tensors, for graphs (bodies of control flow) and for types.
     """
     where = f"{node.op_type} {node.name!r}"
     return tuple(
@@ -269,7 +269,7 @@ def external_data_path(location: str, model: Path, where: str) -> Path:
     try:
         file.lstat()
     except FileNotFoundError:
-        pass  # A missing file is no error here: the caller reports it or initialises the tensor.
+        pass  # The caller reports a missing file or initialises the tensor.
     except OSError as error:
         # For example, the name may be longer than the file system allows.
         raise ModelError(
@@ -351,7 +351,7 @@ def read_stored_data(
     name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice | VarintSlice], model: Path
 ) -> np.ndarray | None:
     """Return the data of a floating-point tensor of the file `model`, memory-mapped if possible.
-    `slices` has the locations of data that the tensor message does not contain.
+    `slices` contains the locations of data that the tensor message does not contain.
 
     Returns None if the file has no data, the data are malformed, or the element type cannot be
     read.

@@ -1,19 +1,19 @@
 """Search for the origin of tensors that an exporter computed from parameters (constant folding).
 
 An exporter evaluates operators that depend only on parameters and writes the result as a new
-tensor. For each such tensor, one of the following holds:
+tensor. Each new tensor is one of the following:
 
-- The tensor is a parameter in another layout, according to the file's metadata or the operator that
-  reads the tensor. The graph has the tensor under the module's name, and `Layout` describes the
+- It is a parameter in another layout, according to the file's metadata or the operator that reads
+  the tensor. The graph then contains the tensor under the module's name, and `Layout` describes the
   module's layout.
-- The tensor can be computed from a parameter that the file also contains, or from a parameter that
-  can be recovered from the tensor. The graph then computes the tensor.
-- Neither is known. The tensor keeps its name and is refused: `Unfolding.refused` lists the
-  parameters from which the exporter computed it, so that training the tensor instead of the
-  parameters can be rejected.
+- It can be computed from a parameter that the file also contains, or from a parameter that can be
+  recovered from the tensor. The graph then computes the tensor.
+- Its derivation is unknown. The tensor is refused: `Unfolding.refused` lists the parameters that
+  the exporter computed it from, so that training the tensor instead of the parameters can be
+  rejected.
 
 PyTorch's newer exporter (dynamo) records in the file's metadata which parameters and which
-operators of the traced program each tensor comes from. PyTorch's older exporter (TorchScript)
+operators of the traced program each tensor results from. PyTorch's older exporter (TorchScript)
 writes no metadata; names and data are examined instead.
 """
 
@@ -351,7 +351,7 @@ class _FoldFinder:
 
     def _refuse_named(self, tensor: Parameter, origins: tuple[str, ...]) -> None:
         """Mark the tensor as refused, because it is computed in an unknown way from the parameters
-        `origins`. It has the name of one of them and gets another name.
+        `origins`. It has the name of one of them and receives another name.
         """
         name = tensor.value.name
         self.result.refused[name] = origins
@@ -431,8 +431,8 @@ class _FoldFinder:
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> bool:
         """Record that a scalar is a constant times the sum of the squares of the parameters
-        `origins`, as for weight decay in the loss. Returns False and records nothing if it is not,
-        or if the traced operators do not form such a sum.
+        `origins`, as for weight decay in the loss, and return True. Return False if it is not, or
+        if the traced operators do not compute a sum of squares.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
@@ -453,9 +453,9 @@ class _FoldFinder:
     def _find_joint_derivation(
         self, tensor: Parameter, bases: list[Parameter]
     ) -> Derivation | None:
-        """Return (name, steps): the steps compute `tensor` from the parameter of that name and the
-        others in `bases`. The data decide. Returns None if no steps are found, for types other than
-        float32, and for large or uniform tensors.
+        """Return (name, steps) if the data show that the steps compute `tensor` from the parameter
+        `name` and the other parameters in `bases`. Returns None if no steps match the data, for
+        types other than float32, and for large or uniform tensors.
         """
         if any(
             each.value.dtype is not DType.FLOAT32 or each.value.bytes > LARGEST_LOOK
@@ -494,8 +494,7 @@ class _FoldFinder:
 
         One of the tensors represents the parameter: preferably a tensor that is the full parameter
         in a known layout, otherwise one that consists of elements of the parameter. The other
-        tensors are computed from that tensor, represent further parts of the parameter, or are
-        refused.
+        tensors are computed from that one, represent more parts of the parameter, or are refused.
         """
         by_rank = sorted(tensors, key=lambda each: self._representative_rank(each, origin))
         unknown: list[Parameter] = []
@@ -528,8 +527,8 @@ class _FoldFinder:
 
     def _record_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
         """Record that a scalar is a constant times the sum of `bases`, which are single elements of
-        one parameter. Returns False and records nothing if it is not, or if the traced operators do
-        not form a sum.
+        one parameter, and return True. Return False if it is not, or if the traced operators do not
+        compute a sum.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_read = tensor.value.dtype in (DType.FLOAT32, DType.FLOAT64)
@@ -559,9 +558,10 @@ class _FoldFinder:
         return True
 
     def _representative_rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
-        """Return the sort key with which tensors are tried as representative of the parameter
-        `origin`. Known layouts come first, then tensors of moved elements, then tensors that may
-        repeat elements, then all others. Within each group, larger tensors come first.
+        """Return the key by which tensors are sorted before one is chosen to represent the
+        parameter `origin`. Known layouts precede tensors of moved elements, then tensors that may
+        repeat elements, then the remaining tensors. Within each group, larger tensors precede
+        smaller tensors.
         """
         name = tensor.value.name
         if self._find_layout(tensor, origin) is not None:
@@ -604,7 +604,7 @@ class _FoldFinder:
 
     def _record_named_layout(self, tensor: Parameter, origin: str, layout: Layout) -> None:
         """Record that the tensor is the parameter `origin` in the layout `layout`, under the
-        parameter's name. Nothing is recorded if that name is taken.
+        parameter's name. Does nothing if another value uses that name.
         """
         if origin in self.taken:
             return
@@ -634,7 +634,7 @@ class _FoldFinder:
         if sum(changes.values()) == 1 and changes.keys() == {"flip"} and len(shape) == 1:
             return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
         if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
-            # All axes of size 1 were added, so the parameter's shape is the shape without them.
+            # Each axis of size 1 was added, so the parameter's shape is the shape without them.
             return Layout(
                 tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),)
             )
@@ -724,9 +724,9 @@ class _FoldFinder:
         )
 
     def _record_exponential(self, tensor: Parameter, origin: str) -> bool:
-        """Record that the tensor is the exponential of a parameter, possibly negated, and recover
-        the parameter as a logarithm. Returns False and records nothing if the tensor is no
-        exponential. The recovered parameter is called `origin` if its layout is known.
+        """Record that the tensor is the exponential of a parameter, possibly negated, recover the
+        parameter as a logarithm, and return True. Return False if the tensor is not an exponential.
+        The recovered parameter is called `origin` if its layout can be determined.
         """
         array = self.read_data(tensor)
         operators = self.roles.signature.operators(tensor.value.name)
@@ -745,7 +745,7 @@ class _FoldFinder:
 
     def _is_plain_exponential(self, tensor: Parameter, folded: Folded) -> bool:
         """True if the tensor is exp(p) or -exp(p) for a parameter p in p's layout. False if the
-        tensor has a name that the exporter made up: a further operator may then have changed the
+        tensor has a name that the exporter invented: a further operator may then have changed the
         layout.
         """
         name = tensor.value.name
@@ -778,7 +778,7 @@ class _FoldFinder:
 
     def record_by_names_and_data(self, numbers: FoldNumbers) -> None:
         """Record how the tensors of a file of PyTorch's older exporter are computed. Such a file
-        has no metadata, so names and data are examined.
+        lacks metadata, so names and data are examined.
         """
         copies = dict(self._find_copies())
         modules = _module_nodes(self.roles.uses)
@@ -823,7 +823,7 @@ class _FoldFinder:
 
         A module may also multiply by a function of its weight. `numbers` counts the operators that
         were folded into a tensor, if tensor names determine the count. If any count differs from 1,
-        all tensors with an unknown count are left out.
+        all tensors with an unknown count are omitted.
         """
         found: dict[str, str] = {}
         unknown: dict[str, str] = {}
@@ -887,8 +887,8 @@ class _FoldFinder:
         """Return the name of the linear layer's weight that the tensor may be, transposed; "" if no
         linear layer reads the tensor.
 
-        `modules` has the nodes of each module. A linear layer is a module that consists of a MatMul
-        and at most the Add of its bias.
+        `modules` contains the nodes of each module. A linear layer is a module that consists of a
+        MatMul and at most the Add of its bias.
         """
         readers = self._reading_nodes(tensor.value.name)
         if len(tensor.value.shape) != 2 or not readers:
@@ -922,8 +922,8 @@ class _FoldFinder:
         return found
 
     def _derive_from_named(self, tensor: Parameter) -> Folded | None:
-        """Return how the tensor is computed from a parameter that the file contains under its own
-        name; None if no such parameter is found.
+        """Return how the tensor is computed from a parameter that the file contains under the
+        module's name; None if no parameter matches.
         """
         if tensor.value.bytes > LARGEST_LOOK:
             return None
@@ -1001,11 +1001,11 @@ class _FoldFinder:
         )
 
     def _has_added_axis(self, tensor: Parameter) -> bool:
-        """True if only nodes inside modules read the tensor and its only change is probably an
-        added axis of size 1. Without that axis, the exporter would have stored the parameter under
-        its own name.
+        """True if only nodes inside modules read the tensor, and it is probably an unchanged
+        parameter with an added axis of size 1. The exporter would have stored the parameter
+        unchanged under the module's name if no axis had been added.
 
-        Mamba, DeBERTa and GPT-OSS add such axes to vectors and tables.
+        Mamba, DeBERTa and GPT-OSS add axes to vectors and tables.
         """
         name = tensor.value.name
         shape = tensor.value.shape
@@ -1040,11 +1040,10 @@ class _FoldFinder:
 
     def _is_weight_of_submodule(self, node: onnx.NodeProto, slot: int) -> bool:
         """True if operand `slot` of the node is the weight of a convolution whose bias belongs to a
-        submodule. The weight then belongs to that submodule, too.
+        submodule. The weight then also belongs to the submodule.
 
         Otherwise the weight may be computed: if the exporter folds a normalization, it also
-        computes the bias, and a module that computes its own weight contains the convolution
-        itself.
+        computes the bias, and a module that computes a weight contains the convolution itself.
         """
         if node.op_type != "Conv" or slot != 1 or len(node.input) < 3:
             return False
@@ -1064,8 +1063,8 @@ class _FoldFinder:
             seen = len(each.value.shape) > 1 and each.value.bytes <= LARGEST
             array = self.read_data(each) if seen else None
             if array is not None:
-                # Only tensors with equal first and last elements are compared: transpositions and
-                # reshapes keep these elements in their positions.
+                # Only tensors with equal first and last elements are compared, because
+                # transpositions and reshapes do not move these elements.
                 ends = np.array((array[(0,) * array.ndim], array[(-1,) * array.ndim]))
                 size = each.value.dtype, each.value.elements
                 groups.setdefault((*size, ends.tobytes()), []).append(each)
@@ -1073,8 +1072,8 @@ class _FoldFinder:
                     complements.setdefault((*size, (1 - ends).tobytes()), []).append(each)
         for key, group in groups.items():
             bases = list(complements.get(key, ()))
-            # Tensors with a module's name come first: they are the parameters, and the others are
-            # copies.
+            # Tensors with a module's name are parameters, and later tensors may be copies of these
+            # parameters.
             for each in sorted(group, key=lambda one: bool(LIFTED.fullmatch(one.value.name))):
                 name = each.value.name
                 for base in bases if LIFTED.fullmatch(name) else ():
@@ -1351,7 +1350,7 @@ def _lookup_of_rows(parameter: Parameter, array: np.ndarray) -> Folded | None:
     if best is None:
         return None
     _, axis, first, inverse = best
-    order = np.argsort(first)  # The table has the rows in the order in which they first occur.
+    order = np.argsort(first)  # The table lists rows by their first occurrence.
     rank = np.argsort(order)
     others = [at for at in range(len(value.shape)) if at != axis]
     outer = tuple(value.shape[at] for at in others)
@@ -1386,7 +1385,7 @@ def _lookup_of_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
         return None
     value = parameter.value
     place = _file_slice(parameter)
-    order = np.argsort(first)  # The vector has the elements in the order in which they first occur.
+    order = np.argsort(first)  # The vector lists elements by their first occurrence.
     begins = tuple(first[order].tolist())
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))
     stored = FoldedSlice(place.file, place.offset, place.length, begins, 1)

@@ -1,9 +1,9 @@
-"""Inference of the result types of a node, and evaluation of nodes whose operands are known. Both
-use the onnx package: its shape inference and its reference evaluator.
+"""Inference of the result types of a node, and evaluation of nodes with constant operands. Both use
+the onnx package: its shape inference and its reference evaluator.
 
-`RULES` has the types of operators that ONNX does not infer. `FORMULAS` computes masks, positions
-and angles with numpy, because loading ONNX's evaluator takes longer than reading most models. A
-node that would take too many operations is not evaluated.
+`RULES` contains the types of operators that ONNX does not infer. `FORMULAS` computes masks,
+positions and angles with numpy, because loading ONNX's evaluator is slower than reading a typical
+model. A node is not evaluated if that would require too many operations.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def bound_operations(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None], results: Sequence[Value | None]
 ) -> int:
     """Return an upper bound of the number of operations that evaluating a node takes. The bound is
-    tight for operators that compute shapes and masks, and loose for others. `results` has the types
-    of the results, None if unknown.
+    tight for operators that compute shapes and masks, and loose for others. `results` contains the
+    types of the results, None if unknown.
     """
     read = sum(array.size for array in operands if array is not None)
     written = 0
@@ -148,8 +148,8 @@ def bound_operations(
         return written + math.prod(array.size for array in operands if array is not None)
     if node.op_type == "Pad" and second is not None and (second >= 0).all():
         return read + written
-    # For other operators the bound is the product of all integer attributes (such as windows and
-    # paddings) and of the numbers of elements that are read and written.
+    # For other operators the bound is the product of all integer attributes (for example windows
+    # and paddings) and of the numbers of elements that are read and written.
     sizes: list[int] = [abs(number) for each in node.attribute for number in (*each.ints, each.i)]
     return (1 + read) * (1 + written) * math.prod(1 + size for size in sizes) * LOOP
 
@@ -322,7 +322,7 @@ TYPED_BY = {
     "RMSNormalization": (1, 23),
 }
 """For each normalization whose operands may have several element types: the index of the operand
-whose element type the result gets, and the minimum opset of the schema to use. Exporters write
+whose element type the result receives, and the minimum opset of the schema to use. Exporters write
 scales of another type than the input, and ONNX Runtime writes these operators in models of older
 opsets, too.
 """
@@ -336,7 +336,7 @@ input.
 """
 Operand = tuple[Value | None, np.ndarray | None]
 """Type and data of an operand. Both are None if the operand is absent. The data are None if they
-are not known.
+are unknown.
 """
 KNOWN_LIMIT = 4096
 """Maximum number of elements of an operand whose data are passed to shape inference, since operands
@@ -669,8 +669,8 @@ MOST_BYTES = 1 << 30
 class ConstantFolder:
     """Computes data of values of a graph that depend on no input and no parameter.
 
-    The graph does not store large values of this kind, such as a causal mask. Passes use this class
-    to recognise them. Data are computed at the first request and kept.
+    The graph does not store large values of this kind, for example a causal mask. Passes use this
+    class to recognise them. Data are computed at the first request and kept.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -33,11 +33,11 @@ Dimension = int | str
 has the symbol INPUT:AXIS.
 """
 NAMELESS = frozenset({"", "?", "-1", "None", "none", "*"})
-"""Symbols that exporters write for any unknown dimension, such as PaddlePaddle's `?`. Two
+"""Symbols that exporters write for any unknown dimension, for example PaddlePaddle's `?`. Two
 dimensions with such a symbol need not be equal.
 """
 SEQUENCES = frozenset({"seq", "sequence", "sequence_length", "seq_len"})
-"""Names with which a user can set axis 1 of every input with two dimensions, such as tokens and
+"""Names with which a user can set axis 1 of every input with two dimensions, for example tokens and
 masks. They only apply if the file has no dimension of that name.
 """
 
@@ -78,9 +78,9 @@ def sizes_by_symbol(
     """Return the sizes that a user sets, by the symbols of the file. A key of `dims` is a symbol,
     INPUT:AXIS, `batch`, or a name of `SEQUENCES`.
 
-    `declared_axes` has the batch axes that the user declares. Raises ConfigurationError for a key
-    that names no symbolic dimension, for two different sizes of one dimension, and for a negative
-    size.
+    `declared_axes` contains the batch axes that the user declares. Raises ConfigurationError for a
+    key that names no symbolic dimension, for two different sizes of one dimension, and for a
+    negative size.
     """
     shapes = {info.name: dimensions_of(info) for info in inputs}
     names: set[str] = set()
@@ -110,7 +110,8 @@ def _find_symbols(
     declared_axes: Mapping[str, int | None],
 ) -> list[str]:
     """Return the symbols or expressions of the dimensions that the user means with the key `name`
-    of `--dim`. `names` has all symbols of the file. Raises ConfigurationError if there are none.
+    of `--dim`. `names` contains all symbols of the file. Raises ConfigurationError if there are
+    none.
     """
     if name in names:
         return [name]
@@ -124,8 +125,8 @@ def _find_symbols(
             if batch_axis is not None and batch_axis < len(shape):
                 named.append(shape[batch_axis])
     elif name in SEQUENCES:
-        # With a KV cache, the mask covers the cache and the tokens, so its length is not the
-        # sequence length.
+        # The mask of a decoder with a KV cache covers the cache and the tokens, so its length is
+        # not the sequence length.
         has_cache = any(map(is_cache_input, shapes))
         for each, shape in shapes.items():
             if len(shape) == 2 and not (has_cache and each == MASK):
@@ -166,20 +167,21 @@ def bind_inputs(
     declared_axes: Mapping[str, int | None],
     replaces_batch_of_one: bool = False,
 ) -> Inputs:
-    """Return the inputs with all symbolic dimensions bound to sizes. The sizes come from `dims`;
-    batch axes get `batch`; other dimensions may follow from these.
+    """Return the inputs with all symbolic dimensions bound to sizes. The sizes are those in `dims`,
+    `batch` for batch axes, and sizes that follow from these.
 
-    The batch axis of an input is axis 0, unless `declared_axes` gives another axis, or None for an
-    input without samples. If axis 0 has size 1 in some inputs but not in all, these inputs are
-    broadcast and have no batch axis unless declared. A batch size that the file fixes also holds
-    for symbolic batch axes. With `replaces_batch_of_one`, a fixed batch of one sample becomes
+    The batch axis of an input is axis 0, unless `declared_axes` contains another axis, or None for
+    an input without samples. If axis 0 is of size 1 in some inputs but not in all, these inputs are
+    broadcast and lack a batch axis unless declared. A batch size that the file fixes also applies
+    to symbolic batch axes. If `replaces_batch_of_one` is True, a fixed batch of one sample becomes
     `batch`.
 
-    A dimension follows from others if it is an expression of them, if it is the only unknown of an
-    expression whose value is known, or if it is the length of a decoder's mask: cache plus tokens.
+    A dimension follows from other dimensions if it is an expression of them, if it is the only
+    unknown of an expression whose value is bound, or if it is the length of a decoder's mask: cache
+    plus tokens.
 
-    Raises ConfigurationError that lists all unbound dimensions, and ModelError if inputs have
-    different batch sizes or no samples.
+    Raises ConfigurationError that lists all unbound dimensions, and ModelError if inputs differ in
+    batch size or the batch is empty.
     """
     symbols = dict(dims)
     shapes = {info.name: dimensions_of(info) for info in inputs}
@@ -230,10 +232,10 @@ def has_fixed_batch(
 def filled_inputs(
     inputs: Mapping[str, onnx.ValueInfoProto], fixed: Mapping[str, bool | int | float]
 ) -> dict[str, np.ndarray]:
-    """Return for each input in `fixed` an array in which every element is the given number.
-    Symbolic dimensions get size 1.
+    """Return for each input in `fixed` an array whose elements all equal the number in `fixed`.
+    Symbolic dimensions are of size 1.
 
-    Raises ConfigurationError for a name that is no input, for bfloat16, and for more than
+    Raises ConfigurationError for a name that is not an input, for bfloat16, and for more than
     `_MAX_FIXED_ELEMENTS` elements.
     """
     found = {}

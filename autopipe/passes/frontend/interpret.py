@@ -97,7 +97,7 @@ unless its attribute `is_test` is set.
 
 @dataclass(slots=True)
 class _ReaderState:
-    """The state of the pass over the nodes: what is known about values so far, and the nodes of the
+    """The state of the pass over the nodes: types and data of values so far, and the nodes of the
     graph.
     """
 
@@ -243,11 +243,11 @@ def interpret(
     bounds: Mapping[str, int],
 ) -> tuple[Graph, dict[str, str]]:
     """Translate the file `source` and return (graph, aliases). `aliases` maps each name in the file
-    that only renames a value to the name of that value in the graph.
+    that only renames a value to the name of the value in the graph.
 
-    The graph has the inputs `inputs`; `fixed` has the data of inputs that become constants.
-    `bounds` has the maximum length of Range results whose length depends on data. A value that is
-    read but never written is taken for a weight without data.
+    The graph has the inputs `inputs`; `fixed` contains the data of inputs that become constants.
+    `bounds` contains the maximum length of Range results whose length depends on data. A value that
+    is read but never written becomes a weight without data.
 
     Raises ModelError, naming the node, if shapes do not fit or depend on data in an unsupported
     way, and for tensors, types and attributes that are not supported. Raises ConfigurationError for
@@ -420,8 +420,8 @@ def _visit(sweep: _ReaderState, node: onnx.NodeProto) -> None:
 def _extend_hint(
     sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
 ) -> str:
-    """Return the hint of an error inside of a control-flow operator. It is extended by the flags
-    that fix the inputs that decide what the operator executes, if there are such inputs.
+    """Return the hint of an error inside of a control-flow operator. If inputs decide which nodes
+    the operator executes, the hint is extended by the flags that fix these inputs.
     """
     if node.op_type not in ASKED or "model.inputs" in hint:
         return hint
@@ -492,7 +492,7 @@ def _detach(sweep: _ReaderState, operand: str, result: str) -> None:
 
 
 def _read_padded_lookup(sweep: _ReaderState, node: onnx.NodeProto, row: int) -> None:
-    """Read an embedding whose table row `row` is a padding row and gets no gradient. The added
+    """Read an embedding whose table row `row` is a padding row and receives no gradient. The added
     nodes are those that `autopipe export` writes for it.
     """
     result = node.output[0]
@@ -524,7 +524,7 @@ def _find_replacement_nodes(
     if sweep.dynamic_shapes.must_replace(node, operands, sweep.types, sweep.arrays, sweep.declared):
         rewriter = _file_rewriter(sweep, node, operands)
         sweep.dynamic_shapes.replace_node(rewriter, sweep.types, sweep.arrays)
-        return ()  # The rewriter has visited the new nodes already.
+        return ()  # The rewriter visited the new nodes already.
     return None
 
 
@@ -708,8 +708,8 @@ def _apply_declared_types(
     sweep: _ReaderState, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
 ) -> tuple[Value | None, ...]:
     """Return the inferred result types `types`, with one exception: the result of an
-    RMSNormalization gets the element type of its first operand `first`, as in torch, if the file
-    declares that type. ONNX infers the type of the scale.
+    RMSNormalization receives the element type of its first operand `first`, as in torch, if the
+    file declares that type. ONNX infers the type of the scale.
     """
     if node.op_type != "RMSNormalization" or node.domain or first is None or types[0] is None:
         return types
@@ -861,7 +861,7 @@ def _read_shape_result(sweep: _ReaderState, node: onnx.NodeProto, shape: tuple[i
 
 
 def _stops_gradient(sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node is a `detach` of a floating-point value whose data are not known."""
+    """True if a node is a `detach` of a floating-point value whose data are unknown."""
     if node.op_type != "Identity" or len(operands) != 1 or operands[0] in sweep.arrays:
         return False
     return (
@@ -873,7 +873,8 @@ def _stops_gradient(sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[s
 
 def _passes_through(sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
     """True if a node returns its first operand: an Identity, a Dropout that drops no elements, or a
-    Cast to the operand's type. False if a further result of the node, such as the mask, is read.
+    Cast to the operand's type. False if a further result of the node, for example the mask, is
+    read.
     """
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
@@ -898,7 +899,7 @@ def _unique_name(sweep: _ReaderState, base: str) -> str:
     """Return `base` as name of a node, with a number appended if the name is in use."""
     name = base
     while name in sweep.names:
-        sweep.numbers[base] += 1  # Names stay in use, so each number needs to be tried only once.
+        sweep.numbers[base] += 1  # A number is not tried again, because names stay in use.
         name = f"{base}_{sweep.numbers[base]}"
     sweep.names.add(name)
     return name
@@ -911,14 +912,14 @@ def _trim_empty_names(names: Sequence[str]) -> tuple[str, ...]:
 
 def _build_graph(sweep: _ReaderState, inputs: Inputs) -> Graph:
     """Return the graph of all nodes that have been read. An output that is another name of a value
-    gets an Identity.
+    receives an Identity.
     """
     nodes = list(sweep.nodes)
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
     outputs = dict(_find_outputs(sweep))
     for name, source in outputs.items():
         if name != source:
-            # An output keeps its name in the file. `clean_graph` later removes the Identity if
+            # The name of an output does not change. `clean_graph` later removes the Identity if
             # possible.
             title = name
             while title in sweep.names:

@@ -67,10 +67,11 @@ def find_joint_derivation(arrays: Arrays, result: np.ndarray) -> Derivation | No
 
 
 def find_sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the steps that compute the tensor `result`, which has one element, as a constant times
-    the sum of the squares of all elements of `arrays`. None if `result` is no such sum.
+    """Return the steps that compute the tensor `result`, which consists of one element, as a
+    constant times the sum of the squares of all elements of `arrays`. None if `result` is not such
+    a sum.
 
-    The steps are applied to the first array. The constant has at most two significant digits.
+    The steps are applied to the first array. The constant is rounded to two significant digits.
     """
     total = sum(float((each.astype(np.float64) ** 2).sum()) for each in arrays.values())
     expected = float(result.reshape(()))
@@ -165,9 +166,9 @@ def _sample_elements(array: np.ndarray) -> np.ndarray:
 def _broadcastable_forms(
     array: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
-    """Yield (array, steps): forms of `array` that numpy can broadcast to `shape`, and the steps
-    that compute each form. The forms have axes of size 1 inserted, or are transposed and reshaped
-    if the array has as many elements as `shape`.
+    """Yield (array, steps): variants of `array` that numpy can broadcast to `shape`, and the steps
+    that compute each variant. If the array has the number of elements of `shape`, the variants are
+    its transpositions and reshapes; otherwise axes of size 1 are inserted.
     """
     if array.size == math.prod(shape):
         for moves in moves_between(array.shape, shape):
@@ -188,7 +189,7 @@ def _sizes_above_one(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _find_scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the derivation of `result` as a constant times the matrix product of two parameters,
-    either of which may be transposed. None if it is no such product.
+    either of which may be transposed. None if it is not such a product.
     """
     for first_name, second_name in itertools.permutations(arrays):
         for (first, first_moves), (second, second_moves) in itertools.product(
@@ -217,8 +218,8 @@ def _array_and_transpose(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[
 
 
 def _find_product_factor(first: np.ndarray, second: np.ndarray, result: np.ndarray) -> float | None:
-    """Return the factor with which the matrix product of `first` and `second` must be multiplied to
-    yield `result`, rounded to three significant digits. None if there is no such factor.
+    """Return the factor, rounded to three significant digits, between `result` and the matrix
+    product of `first` and `second`; None if `result` is not a multiple of the product.
     """
     exact = first.astype(np.float64) @ second.astype(np.float64)
     sizes = np.abs(first.astype(np.float64)) @ np.abs(second.astype(np.float64))
@@ -233,7 +234,7 @@ def _find_product_factor(first: np.ndarray, second: np.ndarray, result: np.ndarr
 
 def _find_sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
     """Return the derivation of `result` as the sum of one parameter and a constant times the matrix
-    product of two others. None if it is no such sum.
+    product of two others. None if it is not such a sum.
     """
     if len(arrays) != 3:
         return None
@@ -251,7 +252,7 @@ def _find_product_of_difference(
     arrays: Arrays, result: np.ndarray, summand: np.ndarray
 ) -> Derivation | None:
     """Return the derivation of `result - summand` as a constant times the matrix product of two
-    parameters; None if it is no such product. Constants have the type of `result`.
+    parameters; None if it is not such a product. Constants have the type of `result`.
     """
     found = _find_scaled_product(arrays, result.astype(np.float64) - summand)
     if found is None:

@@ -1,5 +1,5 @@
-"""Check that operands which must be known before execution are known, such as the axes of a
-reduction. Hints name the inputs from which such operands are computed.
+"""Check that operands are constant if an operator requires them before execution, for example the
+axes of a reduction. Hints name the inputs that the operands are computed from.
 """
 
 from __future__ import annotations
@@ -71,14 +71,15 @@ def require_known(
     deciding: Callable[[str], tuple[str, ...]],
     opset: int,
 ) -> None:
-    """Raise ModelError if an operand of a node must be known before execution and is not.
+    """Raise ModelError if a node requires the data of an operand before execution, but the operand
+    is not constant.
 
     - `operands` are the node's operands with aliases resolved.
-    - `known` are the values whose data are known.
-    - `settled` are other values that depend on no input. They suffice for an operand that only
-      determines shapes, because the file declares these shapes.
-    - `deciding` returns the inputs of one element from which a value is computed; () if there are
-      others.
+    - `known` are the values whose data are available.
+    - `settled` are values without available data that depend on no input. They suffice for an
+      operand that only determines shapes, because the file declares these shapes.
+    - `deciding` returns the inputs that a value is computed from, if each of them consists of one
+      element; otherwise ().
     """
     row = OPERATORS.get(
         node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"

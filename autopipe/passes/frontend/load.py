@@ -97,8 +97,8 @@ def _require_bounded_inlining(model: onnx.ModelProto) -> None:
     extents: dict[Key, CallSize] = {}
 
     def extent(key: Key, callers: tuple[Key, ...], where: str) -> CallSize:
-        """Return the size of a call of the function `key`. `callers` are the functions from which
-        the call is made, outermost first; `where` names the outermost call in errors.
+        """Return the size of a call of the function `key`. `callers` are the functions around the
+        call, outermost first; `where` names the outermost call in errors.
         """
         if key in callers:
             raise ModelError(
@@ -122,8 +122,8 @@ def _require_bounded_inlining(model: onnx.ModelProto) -> None:
             ]
             extents[key] = CallSize(
                 len(nodes) + sum(each.nodes for each in called),
-                # Inlining adds a prefix to the names of values of a called function, so names get
-                # longer at each level.
+                # Inlining adds a prefix to the names of values of a called function, so names
+                # become longer at each level.
                 function.ByteSize()
                 + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
                 1 + max((each.depth for each in called), default=0),
@@ -325,8 +325,7 @@ def map_file(path: Path) -> memoryview:
                 raise ModelError("the model file is empty")
             if pointer := lfs_error(path):
                 raise ModelError(*pointer)
-            # The map is not closed, because the traceback of an error may still refer to views of
-            # it.
+            # The map is not closed, because the traceback of an error may still refer to its views.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ModelError(f"the model file cannot be read: {error.strerror}") from error

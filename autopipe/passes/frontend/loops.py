@@ -22,8 +22,8 @@ from autopipe.passes.frontend.inference import RANDOM
 
 def body_input_types(kept: KeptLoop, types: Mapping[str, Value]) -> dict[str, Value]:
     """Return the types of the values that the body of a loop receives in each iteration: the
-    iteration number, the states, and slices of the scan inputs. `types` has the types of values
-    outside of the loop.
+    iteration number, the states, and slices of the scan inputs. `types` contains the types of
+    values outside of the loop.
     """
     found = {kept.number: Value(kept.number, DType.INT64, ())}
     found |= {state.name: replace(types[state.operand], name=state.name) for state in kept.states}
@@ -49,7 +49,7 @@ def build_loop(
     - the constants of the body that are not yet constants of the graph;
     - the types of the loop's results.
 
-    `nodes` are the nodes of the body; `types`, `arrays` and `aliases` have the types, known data
+    `nodes` are the nodes of the body; `types`, `arrays` and `aliases` contain the types, known data
     and other names of values. Raises ModelError if the body is not supported in a loop operator.
     """
     if not all(arrays.get(aliases.get(name, name), np.False_).all() for name in kept.ends):
@@ -145,8 +145,8 @@ def _split_body(
             before.append(node)
             continue
         changing.update(node.outputs)
-        # A Gather of x[i], where i is the iteration number, becomes a scan input. Otherwise the
-        # gradient of the Gather would have the size of x in each iteration.
+        # A Gather of x[i] becomes a scan input if i is the iteration number. Its gradient would
+        # otherwise require the size of x in each iteration.
         if node.op == "Gather" and not node.domain and node.inputs[1] == kept.number:
             axis = node.integer("axis") % len(types[node.inputs[0]].shape)
             if node.inputs[0] not in changing and types[node.inputs[0]].shape[axis] == kept.count:

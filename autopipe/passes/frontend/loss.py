@@ -20,10 +20,10 @@ from autopipe.passes.frontend.rewriter import GraphEdit
 class CrossEntropy:
     """Request to add the mean cross-entropy between logits and labels to a graph.
 
-    `logits` names a value of shape (samples, …, classes). `labels` names an int64 input of that
-    shape without the classes, which is added if the model has no input of that name. The mean is
-    over all positions whose label is not ignored. Dimensions of size 1 after the classes are
-    dropped, because convolutional networks may end in (samples, classes, 1, 1).
+    `logits` names a value of shape (samples, …, classes). `labels` names an int64 input of shape
+    (samples, …), which is added if the model lacks it. The mean is over all positions whose label
+    is not ignored. Dimensions of size 1 after the classes are dropped, because convolutional
+    networks may end in (samples, classes, 1, 1).
     """
 
     logits: str

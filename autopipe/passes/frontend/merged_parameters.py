@@ -1,4 +1,4 @@
-"""Separation of parameters that an exporter merged because their values were equal, such as the
+"""Separation of parameters that an exporter merged because their values were equal, for example the
 biases and scales of a new model.
 
 PyTorch's newer exporter (dynamo) records in each node's metadata which parameter the node reads.
@@ -61,11 +61,11 @@ def untie_parameters(
     model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers
 ) -> UntiedParameters:
     """Add a separate tensor to `model` for each parameter that was merged with another one, and
-    return the new tensors. Changes `model` in place.
+    return the new tensors. Modifies `model`.
 
-    `metadata` are the file's metadata; `numbers` returns the data of a tensor. Nodes keep their
-    positions. An Identity that named a parameter loses its readers. Nothing changes if the model
-    has functions or lists its parameters in the metadata.
+    `metadata` are the file's metadata; `numbers` returns the data of a tensor. Nodes are not moved.
+    An Identity that named a parameter loses its readers. The model is unchanged if it contains
+    functions or lists its parameters in the metadata.
     """
     graph = model.graph
     if model.functions or "autopipe.parameters" in metadata:
@@ -129,7 +129,7 @@ def _uses_in_metadata(
     numbers: Numbers,
 ) -> Iterator[tuple[Read, str, str]]:
     """Yield (use, merged tensor, new name) for each use of a tensor as another parameter, according
-    to the metadata of PyTorch's newer exporter. `held` has the tensors of the file by name.
+    to the metadata of PyTorch's newer exporter. `held` contains the tensors of the file by name.
     """
     known = {name: held[name] for name in held if signature.is_trained(name)}
     readers = _find_reads(graph, known)
@@ -152,8 +152,8 @@ def _uses_in_metadata(
             if meant is not None and (not meant or meant in own):
                 continue
             if meant is None or NUMBERED.sub("", meant) in LOOKUPS:
-                # Reads of equal rows of a table are reads of the same rows, unless all of the
-                # table's values are equal.
+                # Two reads of equal rows read one row twice, unless all of the table's values are
+                # equal.
                 if plain is None:
                     array = numbers(known[name])
                     plain = array is not None and is_uniform(array)
@@ -165,12 +165,11 @@ def _uses_in_metadata(
 def _parameter_in_call(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
-    """Return the name of the parameter that operand `read` stands for, according to the traced call
-    of its node. Return "" if the call does not determine it, and None if the operand is no
-    parameter.
+    """Return the name of the parameter that is operand `read` in the traced call of its node.
+    Return "" if the call does not determine it, and None if the operand is not a parameter.
 
-    `together` has all operands of the nodes of that call that are trained tensors. `made` has the
-    names of values that nodes write and of inputs.
+    `together` lists the uses of trained tensors by nodes of the traced call. `made` contains the
+    names of inputs and of values that nodes write.
     """
     node = graph.node[read[0]]
     call, arguments = traced_call(node)
@@ -188,13 +187,13 @@ def _parameter_in_call(
 def _match_argument(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, named: list[str]
 ) -> str | None:
-    """Return the parameter that operand `read` stands for, among the parameters `named` that are
-    arguments of the traced call.
+    """Return the parameter that is operand `read` in the traced call of its node. `named` lists the
+    parameters that are arguments of the call.
 
-    An operand with the name of one of these parameters stands for it. The other operands get the
-    remaining parameters in argument order. If there are more operands than parameters, the first
-    operands get none: the result is then "", or None for a normalization, which has an implicit
-    scale. The result is also "" if there are more parameters than operands.
+    An operand whose tensor belongs to a parameter in `named` is that parameter. The other operands
+    are the remaining parameters in argument order. If operands outnumber parameters, the result for
+    the first operands is "", or None for a normalization, whose scale may be implicit. If
+    parameters outnumber operands, the result is "".
     """
     left = list(named)
     others: list[Read] = []
@@ -248,8 +247,8 @@ def _uses_of_identities(
             # operand is an input of the layer.
             outer = drawn and all(slot == 0 for _, slot in readers.get(name, ()))
             if not plain and (own <= scopes or outer):
-                # This is no merged parameter: the same module is called again, or several modules
-                # read one tensor.
+                # This is not a merged parameter: a module is called again, or several modules read
+                # one tensor.
                 continue
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):

@@ -82,11 +82,10 @@ class Origin:
 
 
 def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
-    """Return for each origin the index of the graph's node to which it belongs; None if there is
-    none.
+    """Return for each origin the index of the graph's node that owns it; None if there is none.
 
-    An origin belongs to the node that writes its results. An origin that was removed or fused
-    belongs to the node to which all readers of its results belong, if that is a single node.
+    The owner is the node that writes results of the origin. The owner of an origin that was removed
+    or fused is the node that owns all readers of its results, if that is a single node.
     """
     owners = [each.renames if each.writes is None else each.writes for each in origins]
     for index in range(len(origins) - 1, -1, -1):
@@ -101,8 +100,8 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
     """Return for each node of `source`, in topological order, the nodes of `graph` that compute its
     results. `aliases` maps names in the file that only rename a value to that value.
     """
-    # If an Identity gives a value the name of an output, the graph may have the value under that
-    # name only.
+    # If an Identity renames a value to an output, the graph may contain the value under that name
+    # only.
     renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
 
     def name_of(name: str) -> str | None:
@@ -145,10 +144,11 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
 
 
 def _assign_created_nodes(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
-    """Return the origins, after assigning the nodes of the graph that no node of the file writes.
+    """Return the origins, after assigning the nodes of the graph that no node of the file writes
+    because fusion created them.
 
-    Such a node was created by fusion. It is assigned to a fused origin if it reads a value of that
-    origin, and the graph's node to which the origin belongs reads its result.
+    A created node is assigned to a fused origin if it reads a value of the origin and the owner of
+    the origin reads its result.
     """
     owners = owners_of(nodes)
     free: dict[tuple[str, int], int] = {}
@@ -199,7 +199,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The graph of one forward pass of an ONNX file on one micro-batch, and what is known about the
+    """The graph of one forward pass of an ONNX file on one micro-batch, and information about the
     file.
     """
 
@@ -349,7 +349,7 @@ def require_readable(source: Source) -> None:
 
 
 def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
-    """True if ONNX has deprecated the operator, such as GroupNormalization of opset 18."""
+    """True if ONNX has deprecated the operator, for example GroupNormalization of opset 18."""
     import onnx.defs
 
     return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
@@ -370,8 +370,8 @@ def unsupported_error(unsupported: tuple[Unsupported, ...]) -> ModelError:
 
 
 def _list_undefined(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
-    """Return those operators that have no definition in `OPERATORS`, most frequent first. `uses`
-    has (operator, node name) of each node.
+    """Return the operators in `uses` without a definition in `OPERATORS`, most frequent first.
+    `uses` lists (operator, node name) of each node.
     """
     counts = Counter(name for name, _ in uses)
     first = dict(reversed(uses))
@@ -387,7 +387,7 @@ UNREACHED = "no gradient reaches it"
 
 
 def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
-    """Return the parameters on which the loss depends but to which no gradient flows, by the
+    """Return the parameters that the loss depends on without receiving a gradient from it, by the
     operator and name of the node that stops the gradient.
 
     `graph` must still mark these parameters as trainable.
@@ -541,7 +541,8 @@ def training_warnings(
     - parameters that the file lacks, listed in `left_out`;
     - tensors that are refused, because the exporter computed them from parameters in an unknown
       way;
-    - parameters whose gradient a node stops. `stopped` has them by the node's operator and name.
+    - parameters whose gradient a node stops. `stopped` contains them by the node's operator and
+      name.
     """
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]

@@ -193,7 +193,8 @@ class Roles:
         name = value.name
         slots = self.uses.slots(name)
         if self.is_statistic(name):
-            # A running statistic has no gradient, so declarations of the file are ignored.
+            # A running statistic does not receive a gradient, so declarations of the file are
+            # ignored.
             return Role(False, "a running statistic")
         if self.stated is not None:
             if name in self.stated:
@@ -251,8 +252,8 @@ class Roles:
     def _role_in_signature(
         self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]
     ) -> Role:
-        """Return the role of a tensor of a file with PyTorch's signature. `slots` has (operator,
-        operand index) of its uses.
+        """Return the role of a tensor of a file with PyTorch's signature. `slots` contains
+        (operator, operand index) of its uses.
         """
         name = value.name
         if name in self.signature.buffers:
@@ -277,7 +278,7 @@ class Roles:
         self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]
     ) -> Role:
         """Return the role of a tensor that the file does not declare, from its name, uses and data.
-        `slots` has (operator, operand index) of its uses.
+        `slots` contains (operator, operand index) of its uses.
         """
         name = value.name
         lifted = bool(LIFTED.fullmatch(name))
@@ -305,7 +306,7 @@ class Roles:
         table = self._kind_of_table(value, numbers, named=not lifted)
         if table:
             # A named weight matrix may be initialised like a table, for example as the identity. A
-            # matrix that is not trained usually has no name.
+            # matrix that is not trained is usually not named.
             is_weight = self.from_torch and not lifted and bool(slots) and slots <= MATRICES
             return Role(
                 is_weight,
@@ -323,7 +324,8 @@ class Roles:
         self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool
     ) -> Role:
         """Return the role of a tensor whose values are all equal: a newly initialised scale or
-        offset, or an untrained default. `lifted` is True if the exporter made up the tensor's name.
+        offset, or an untrained default. `lifted` is True if the exporter invented the tensor's
+        name.
         """
         wide = [extent for extent in value.shape if extent > 1]
         if slots and slots <= AFFINE_SLOTS:
@@ -335,8 +337,8 @@ class Roles:
         elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
         if elementwise and len(wide) <= 1:
             if self.from_torch and lifted and len(value.shape) == 2 and value.shape[0] == 1:
-                # An offset of a layer has one axis and a name of the module. This tensor is
-                # probably a buffer, such as BART's bias of logits.
+                # A vector with a module's name may be an offset of a layer. This tensor is probably
+                # a buffer, for example BART's bias of logits.
                 return Role(False, "equal numbers", constant=True, doubtful=True)
             told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
             return Role(True, "by its use", doubtful=not told)

@@ -88,8 +88,9 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
 
     - stripped: a serialized ModelProto. It lacks the data of large tensors, and the data of tensors
       that are only present for the PyTorch module's `state_dict`.
-    - locations: where the file has these data and those of small floating-point tensors, by the
-      name of the value. A tensor in a body of control flow has the key `body_tensor_key(number, name)`.
+    - locations: the locations in the file of these data and of the data of small floating-point
+      tensors, by the name of the value. The key of a tensor in a body of control flow is
+      `body_tensor_key(number, name)`.
 
     Raises ModelError if the framing is malformed or if graphs are nested too deeply.
     """

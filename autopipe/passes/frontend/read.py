@@ -217,8 +217,8 @@ def _read(
         graph = resize_batch(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = values_before_stops(graph)
-    # A refused tensor before a StopGradient gets no gradient, but training would still change the
-    # parameters from which it was computed.
+    # A refused tensor before a StopGradient does not receive a gradient, but training would still
+    # change the parameters that determine it.
     stale = {
         name
         for each in graph.parameters
@@ -360,10 +360,10 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes whose result for one sample depends on other samples, so that splitting the
     batch into micro-batches changes results. There are three kinds:
 
-    - operators that mix samples by definition, such as batch statistics and means over labels that
-      are not ignored;
-    - products of two batches, such as the logits of a contrastive loss;
-    - nodes that combine samples with a value of the full batch, such as the condition of an If.
+    - operators that mix samples by definition, for example batch statistics and means over labels
+      that are not ignored;
+    - products of two batches, for example the logits of a contrastive loss;
+    - nodes that combine samples with a value of the full batch, for example the condition of an If.
     """
     axes = batch_axes_of(graph)
     beside = {node.name for node in nodes_reading_batch_results(graph)}
@@ -378,8 +378,8 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
 
 
 def nodes_reading_batch_results(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes that read samples together with a value that is computed from all samples of
-    the batch and has no batch dimension itself.
+    """Return the nodes that read both samples and a value without batch dimension that is computed
+    from all samples of the batch.
     """
     axes = batch_axes_of(graph)
     found = []

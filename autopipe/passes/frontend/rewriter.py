@@ -6,20 +6,21 @@ passes use it. `Rewriter` writes nodes; a `Scope` supplies the types of existing
 new values. There are two kinds of scopes.
 
 **While a file is read** (`interpret.py`) the caller receives a `FileRewriter`. The reader processes
-each new node at once, as if the file contained it: ONNX infers the types of the results, results
-that are known become constants, and operators that have a decomposition are decomposed again. The
-caller need not give shapes, and `shape(name)` works for a new value as soon as it is written::
+each new node immediately, as if the file contained it: ONNX infers the types of the results,
+results with known data become constants, and operators that have a decomposition are decomposed
+again. The caller may omit shapes, and `shape(name)` works for a new value as soon as it is
+written::
 
     def bias_add(rewriter: FileRewriter) -> None:
         x, bias, skip = (rewriter.required(index) for index in range(3))
         total = rewriter.add("Add", [x, bias])
         rewriter.add("Add", [total, skip], result=0)
 
-Nodes have the meaning of `rewriter.opset`, which is the file's. A decomposition that needs newer
-operators runs in a scope of opset `NEWEST`. There it must give all shapes, and no constants are
-folded.
+`rewriter.opset`, which is the file's opset, defines the meaning of the nodes. A decomposition that
+needs newer operators runs in a scope of opset `NEWEST`. There it must state all shapes, and no
+constants are folded.
 
-**On a graph** the scope is a `GraphEdit`. The caller gives all shapes, collects `rewriter.nodes`,
+**On a graph** the scope is a `GraphEdit`. The caller states all shapes, collects `rewriter.nodes`,
 and builds the new graph with `GraphEdit.build`::
 
     edit = GraphEdit(graph)
@@ -66,7 +67,7 @@ REDUCE_SUM_OPERANDS_SINCE = 13
 
 
 class Scope(Protocol):
-    """The values that a rewriter can read, and the place where it puts the nodes and values that it
+    """The values that a rewriter can read, and the destination of the nodes and values that it
     writes.
     """
 
@@ -78,7 +79,7 @@ class Scope(Protocol):
         """Return the type of the value `name`."""
 
     def array(self, name: str) -> np.ndarray | None:
-        """Return the data of the value `name`; None if they are not known."""
+        """Return the data of the value `name`; None if they are unknown."""
 
     def free(self, name: str) -> str:
         """Return `name`, or a similar name if `name` is in use."""
@@ -147,7 +148,7 @@ class Rewriter:
 
     def known(self, index: int) -> int | None:
         """Return the integer that operand `index` of the replaced node holds. Returns None if the
-        operand's data are not known or have several elements.
+        operand's data are unknown or have several elements.
         """
         array = self.scope.array(self.operand(index)) if self.operand(index) else None
         return int(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
@@ -253,8 +254,8 @@ class Rewriter:
         return self.constant(scalar_array(value, dtype), dtype)
 
     def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
-        """Write a Reshape of the value `name` to `shape` and return its result. Returns `name` if
-        it has that shape and no `result` is asked for.
+        """Write a Reshape of the value `name` to `shape` and return its result. Returns `name`
+        without writing a node if the value is of that shape and `result` is None.
         """
         if shape == self.shape(name) and result is None:
             return name
@@ -403,8 +404,8 @@ class FileRewriter(Rewriter):
         return not (self._written or self.aliases)
 
     def copy(self, node: onnx.NodeProto) -> None:
-        """Write a node that the caller has built as protobuf message, such as a node of a subgraph
-        of the file.
+        """Write a node that the caller has built as protobuf message, for example a node of a
+        subgraph of the file.
         """
         self._written += 1
         self._read(node)

@@ -18,11 +18,12 @@ operator, outermost first, then the operator's name.
 
 
 def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
-    """Return for each node of `graph` the name of its layer: the outermost module that contains it
-    and has a name that ends in a number, such as `model.layers.3`.
+    """Return for each node of `graph` the name of its layer: the outermost module around it whose
+    name ends in a number, for example `model.layers.3`.
 
-    The layer is "" for a node in no such module. A node that is not in the file gets the layer of
-    the preceding node. Returns () if the file has no layers, or if names of nodes are not unique.
+    The layer is "" for a node outside of numbered modules. A node that is not in the file belongs
+    to the layer of the preceding node. Returns () if the file lacks layers, or if names of nodes
+    are not unique.
     """
     if source is None:
         return ()

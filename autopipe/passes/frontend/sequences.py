@@ -1,9 +1,8 @@
-"""Replacement of sequences of tensors by their tensors while a file is read, because a graph has no
-sequences.
+"""Replacement of sequences of tensors by their tensors while a file is read, because a graph cannot
+contain sequences.
 
-Lengths of sequences and positions in them must be known before execution, as they are in exports of
-`torch.split` and `torch.stack`. An Optional is replaced by the tensor or the sequence that it
-holds.
+Lengths of sequences and positions in them must be constants, as they are in exports of
+`torch.split` and `torch.stack`. An Optional is replaced by the tensor or the sequence in it.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Sequences(dict[str, tuple[str, ...]]):
         and write tensors only, with one exception: the parts of a sequence are recorded here if the
         node writes a sequence.
 
-        `operands` are the node's operands with aliases resolved; `types` and `arrays` have the
+        `operands` are the node's operands with aliases resolved; `types` and `arrays` contain the
         types and known data of tensors. Raises ModelError in these cases:
 
         - A length or position depends on data, or a position is out of range.
@@ -236,7 +235,7 @@ class Sequences(dict[str, tuple[str, ...]]):
     ) -> list[onnx.NodeProto]:
         """Return the nodes that replace a SplitToSequence, and record the sequence. If the node has
         no sizes, each part has size 1, and loses the axis if attribute `keepdims` is 0. Raises
-        ModelError if the sizes are not known or do not add up to that of the axis.
+        ModelError if the sizes are unknown or do not add up to that of the axis.
         """
         source = operands[0]
         result = node.output[0]

@@ -35,8 +35,8 @@ PADDED = re.compile(
     r"\[target=torch\.ops\.aten\.embedding\.default\]\(args = \(%\w+, %\w+"
     r"(?:, (?P<third>\d+)|.*kwargs = \{.*padding_idx: (?P<named>\d+))"
 )
-"""Pattern of a traced call of an embedding with `padding_idx`, the index of the row that gets no
-gradient. The exporter omits the argument if there is no such row.
+"""Pattern of a traced call of an embedding with `padding_idx`, the index of the row that receives
+no gradient. The exporter omits the argument if there is no such row.
 """
 TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
 """Pattern of a traced call of a batch normalization."""
@@ -188,8 +188,8 @@ class Signature:
 
         info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
         info.metadata_props.add(key=KIND, value="PARAMETER")
-        # The parameters of `merged` are omitted: the copy comes from another parameter, whose data
-        # are those of `merged`.
+        # The parameters of `merged` are omitted, because the copy was computed from another
+        # parameter that had equal data.
         folded = [
             each for each in (merged, *self.folded.get(merged, ())) if each not in self.parameters
         ]
@@ -211,8 +211,8 @@ def is_training_batch_norm(node: onnx.NodeProto) -> bool:
 
 
 def padding_row(node: onnx.NodeProto) -> int | None:
-    """Return the index of the table row that gets no gradient, for a Gather that was traced from an
-    embedding with `padding_idx`. None for other nodes.
+    """Return the index of the table row that receives no gradient, for a Gather that was traced
+    from an embedding with `padding_idx`. None for other nodes.
     """
     if node.op_type != "Gather" or len(node.input) != 2:
         return None
@@ -249,8 +249,8 @@ def traced_call(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
 
 
 def traced_operator(node: onnx.NodeProto) -> str:
-    """Return the operator, such as `linear`, of the traced call that a node is a part of; "" if the
-    node's metadata have no call.
+    """Return the operator, for example `linear`, of the traced call that a node is a part of; "" if
+    the node's metadata have no call.
     """
     found = TARGET.search(traced_call(node)[0])
     return "" if found is None else found[1]

@@ -1,5 +1,5 @@
-"""Evaluation of arithmetic expressions over the symbolic dimensions of a file, such as `2*frames`
-and `floor(s0/2) + 1`. Exporters write them in sympy's syntax.
+"""Evaluation of arithmetic expressions over the symbolic dimensions of a file, for example
+`2*frames` and `floor(s0/2) + 1`. Exporters write them in sympy's syntax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recognition of tables that depend only on positions, such as masks and sinusoidal embeddings.
+"""Recognition of tables that depend only on positions, for example masks and sinusoidal embeddings.
 Such tables are not parameters.
 
 Only the data of a tensor are examined. A tensor whose elements are all equal does not count as a
@@ -34,8 +34,8 @@ def is_uniform(array: np.ndarray) -> bool:
 
 
 def is_random(array: np.ndarray) -> bool:
-    """True if the elements of a matrix look random or trained: at least 90% of them are distinct.
-    If two such matrices have equal data, one is a copy of the other.
+    """True if the elements of a matrix look random or trained: 90% or more of them are distinct.
+    Two random matrices with equal data are therefore copies.
     """
     axes = sum(size > 1 for size in array.shape)
     return (
@@ -47,7 +47,7 @@ def kind_of_table(array: np.ndarray, named: bool) -> str:
     """Return what kind of table a tensor is, for messages; "" if it may be a weight.
 
     `named` is True if the tensor has a name of its module. A regular series then counts as a
-    weight, because some modules are initialised like this, such as RWKV's decays.
+    weight, because some modules are initialised like this, for example RWKV's decays.
     """
     if array.size < 2 or is_uniform(array):
         return ""
@@ -85,8 +85,8 @@ def are_sampled_sines(table: np.ndarray) -> bool:
         return False
     size = np.abs(table).max(axis=0)
     steps = np.abs(np.diff(table, axis=0)).max(axis=0)
-    # Columns of a low frequency are nearly constant. Nearly constant columns alone prove nothing,
-    # because other tensors may have them.
+    # Columns of a low frequency are nearly constant, but other tensors may also contain constant
+    # columns.
     is_changing = steps > 0.05 * size
     close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
     return bool(close.all()) and bool(is_changing.any())

@@ -2,7 +2,7 @@
 Face's trainers.
 
 A mean over the labels of each micro-batch would give all micro-batches equal weight, although their
-numbers of counted labels differ. The graph therefore gets two outputs instead: the sum of the
+numbers of counted labels differ. The graph therefore receives two outputs instead: the sum of the
 losses of the labels, and the number of counted labels. The ranks add up both over the step.
 """
 
@@ -22,7 +22,7 @@ _KEY = "loss.normalize"
 
 def sum_loss_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
     """Return (graph, name of the loss). For a mean cross-entropy that ignores labels, the graph
-    gets two additional outputs, the sum of the losses and the number of labels that are not
+    receives two additional outputs, the sum of the losses and the number of labels that are not
     ignored, and the sum becomes the loss.
 
     If the loss ignores no label, the graph and the loss are returned unchanged. Raises

@@ -44,8 +44,8 @@ Such a tensor may still be a weight.
 
 
 class Uses:
-    """The nodes that read each value: `readers` has (node, operand index) of each use, by the name
-    of the value.
+    """The nodes that read each value: `readers` contains (node, operand index) of each use, by the
+    name of the value.
     """
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:

@@ -176,7 +176,8 @@ class Weights:
             if tensor.name in found:
                 raise ModelError(f"two initializers have the name {tensor.name!r}")
             if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
-                # No node reads the tensor; it is only needed for the PyTorch module's `state_dict`.
+                # The tensor is not read by nodes; only the PyTorch module's `state_dict` requires
+                # it.
                 continue
             found[tensor.name] = self._read_tensor(
                 tensor.name, tensor, f"initializer {tensor.name!r}"
@@ -196,8 +197,7 @@ class Weights:
             self.found[name] = Role(False, f"detached from {quote_names(origins)}")
             found[name] = replace(parameters[name], trainable=False)
         folded = unfolding.folded
-        # Tensors with a derivation come last, because the tensors from which they are computed are
-        # read first.
+        # Derived tensors come last, because their sources are read first.
         plain = {name: each for name, each in found.items() if name not in folded}
         return {name: self._apply_choice(name, each) for name, each in (plain | folded).items()}
 
@@ -304,7 +304,7 @@ class Weights:
                 return held
             known = held.source.value.name
             role = self.found[name]
-            # The source has the name of a module's parameter, so it is that parameter in a known
+            # The source is named like a module's parameter, so it is that parameter in a known
             # layout.
             is_used_in_place = (
                 role.trained and not role.refused and known in self.roles.signature.parameters
