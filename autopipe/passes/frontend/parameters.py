@@ -107,7 +107,9 @@ Numbers = Callable[[], "np.ndarray | None"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whether a tensor of the file is trained, and `why` or why not, for messages."""
+    """Role of a tensor of the file: `trained` is True if it is trained, and `why` states the reason
+    for messages.
+    """
 
     trained: bool
     why: str
