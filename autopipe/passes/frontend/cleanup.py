@@ -1,8 +1,8 @@
 """Passes that simplify a graph.
 
 `clean_graph` does not change results: it removes Identity nodes that only rename outputs, repeated
-computations, unread values, and gathers that only broadcast. `convert_to_inference` turns a graph that was
-exported in training mode into a graph for inference.
+computations, unread values, and gathers that only broadcast. `convert_to_inference` turns a graph
+that was exported in training mode into a graph for inference.
 """
 
 from __future__ import annotations

@@ -291,8 +291,8 @@ def locate_external_data(tensor: onnx.TensorProto, model: Path) -> FileSlice | N
     """Return the location of the data of an external tensor of the file `model`; None if the data
     file is missing.
 
-    Raises ModelError if the path is not allowed (see `external_data_path`), if the data file is a Git
-    LFS pointer, or if it is too short for the tensor.
+    Raises ModelError if the path is not allowed (see `external_data_path`), if the data file is a
+    Git LFS pointer, or if it is too short for the tensor.
     """
     where = f"tensor {tensor.name!r}"
     entries = {entry.key: entry.value for entry in tensor.external_data}

@@ -515,8 +515,8 @@ def require_trainable(model: Model) -> None:
     names = tuple(each.value.name for each in refused)
     first = names[0]
     message = (
-        f"training is refused: {quote_names(names)} would be trained in place of parameters; {first!r} "
-        f"is {refused[0].why}"
+        f"training is refused: {quote_names(names)} would be trained in place of parameters; "
+        f"{first!r} is {refused[0].why}"
     )
     them, itself = (
         (first, "the tensor itself") if len(names) == 1 else (json.dumps(names), "the tensors")
