@@ -18,7 +18,7 @@ from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, ConfigurationErr
 from autopipe.ir.plan import Breakdown, Choice
 from autopipe.ir.problem import Scores
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolved_constraints
+from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolve_constraints
 from autopipe.passes.auto.candidates import Candidate, is_search_scheduler
 from autopipe.passes.degrees import DEGREES, plan_degrees
 from autopipe.passes.explain import opened_request
@@ -220,7 +220,7 @@ class _Table:
                     form, shard, scores, recompute or self._request.recompute
                 )
                 sizes = required_micro_batch_sizes(
-                    search.problem, resolved_constraints(search.problem)
+                    search.problem, resolve_constraints(search.problem)
                 )
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:

@@ -51,7 +51,7 @@ class Chain:
         """Return the indices of the nodes of blocks `first` to `stop - 1`, in ascending order."""
         return tuple(sorted(self.order[self.cuts[first] : self.cuts[stop]]))
 
-    def by_block(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def sums_by_block(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return, for each block, the sum of `values` over its nodes. `values` contains one number
         per node of the graph, in graph order.
         """
@@ -236,7 +236,7 @@ def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
     return found
 
 
-def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
+def item_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
     """Return the matrix that has at [i, j] the sum of the weights of the items that have at least
     one of their blocks among blocks i to j - 1. Each such item counts once.
 

@@ -40,7 +40,7 @@ class ResolvedConstraint:
         return f"the constraint on {match!r}" if self.constraint.nodes is None else match
 
 
-def resolved_constraints(
+def resolve_constraints(
     problem: Problem, pipelines: int = 1, own_sizes: bool = False
 ) -> tuple[ResolvedConstraint, ...]:
     """Return the problem's constraints in order, each with its nodes and devices.
@@ -125,7 +125,7 @@ def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> No
 
 def _resolve_constraint(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
     """Return the constraint with its nodes and devices. An empty list of devices stands for all
-    devices of the cluster. Raises ConfigurationError as `resolved_constraints` describes.
+    devices of the cluster. Raises ConfigurationError as `resolve_constraints` describes.
     """
     graph = problem.graph
     devices = constraint.devices

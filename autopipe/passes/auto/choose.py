@@ -23,7 +23,7 @@ from autopipe.ir.errors import (
 )
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import SCORES, Problem
-from autopipe.passes.analysis.constraints import resolved_constraints
+from autopipe.passes.analysis.constraints import resolve_constraints
 from autopipe.passes.auto.candidates import (
     Candidate,
     SkippedError,
@@ -208,7 +208,7 @@ def problem_with_largest_micro_batches(request: Request, runner: Runner) -> Prob
                 refused = refused or error
                 continue
             pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)
-            resolved_constraints(problem, pipelines, own_sizes=True)
+            resolve_constraints(problem, pipelines, own_sizes=True)
             return problem
     except ConfigurationError:
         if not isinstance(refused, InfeasibleError):

@@ -20,8 +20,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import (
     Chain,
     Matrix,
-    distinct_sums,
     incoming_sums,
+    item_sums,
     outgoing_sums,
     range_maxima,
     range_sums,
@@ -63,7 +63,7 @@ class RangeBytes:
         """Return the bytes of the ranges, summed by `sums` from `items`.
 
         `sums` is a function of `analysis/chain` from (number of blocks, items) to a matrix, for
-        example `distinct_sums`. `items` are pairs (True if the tensor is sharded, its item for
+        example `item_sums`. `items` are pairs (True if the tensor is sharded, its item for
         `sums`).
         """
         parts: dict[bool, list[_Item]] = {True: [], False: []}
@@ -158,15 +158,17 @@ class RangeTables:
         forbidden = self.infinite_with(uneven)
         starts = task_overhead_seconds(device)
         return (
-            range_sums(self.chain.by_block(forward)) + starts[0] + forbidden,
-            range_sums(self.chain.by_block(backward)) + starts[1] * self.problem.train + forbidden,
+            range_sums(self.chain.sums_by_block(forward)) + starts[0] + forbidden,
+            range_sums(self.chain.sums_by_block(backward))
+            + starts[1] * self.problem.train
+            + forbidden,
         )
 
     def infinite_with(self, nodes: Matrix) -> Matrix:
         """Return a matrix with infinity for each range that contains a marked node, and 0 for all
         other ranges. `nodes` is a vector with 1 for each marked node of the graph, otherwise 0.
         """
-        return np.where(range_sums(self.chain.by_block(nodes)) > 0.5, np.inf, 0.0)
+        return np.where(range_sums(self.chain.sums_by_block(nodes)) > 0.5, np.inf, 0.0)
 
     def accumulate_seconds(self, device: Device, micro_batches: int) -> Matrix:
         """Return the mean seconds per micro-batch to add its gradients to those of earlier
@@ -258,7 +260,7 @@ def make_range_tables(
         sent=RangeBytes.of(outgoing_sums, chain, messages),
         arriving=incoming_sums(chain.blocks, counts),
         leaving=outgoing_sums(chain.blocks, counts),
-        kept=RangeBytes.of(distinct_sums, chain, _saved_tensors(problem, block_of, samples)),
+        kept=RangeBytes.of(item_sums, chain, _saved_tensors(problem, block_of, samples)),
         workspace=_workspace_by_range(problem, chain, samples),
         state=state_sums(
             problem,
@@ -269,9 +271,9 @@ def make_range_tables(
         optimizer=state_sums(problem, chain, lambda each: each.optimizer_bytes),
         gradients=state_sums(problem, chain, lambda each: each.gradient_bytes),
         operators=(
-            range_sums(chain.by_block(np.array([each.operators for each in problem.work]))),
+            range_sums(chain.sums_by_block(np.array([each.operators for each in problem.work]))),
             range_sums(
-                chain.by_block(np.array([each.backward_operators for each in problem.work]))
+                chain.sums_by_block(np.array([each.backward_operators for each in problem.work]))
             ),
         ),
     )
@@ -287,7 +289,7 @@ def state_sums(problem: Problem, chain: Chain, size: Callable[[ParameterState], 
     for name in (each.value.name for each in problem.graph.parameters):
         blocks = sorted({int(chain.block_of[node]) for node in readers.get(name, ())})
         items.append((blocks, float(size(parameter_state(problem, ((name, 1),))))))
-    return distinct_sums(chain.blocks, items)
+    return item_sums(chain.blocks, items)
 
 
 def _saved_tensors(

@@ -110,7 +110,7 @@ _LAST_USES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class IncomingMessages:
     """The messages that the stage `stage` receives from the stage `source`, for one slice of its
     micro-batches.
 
@@ -127,15 +127,17 @@ class Incoming:
     """Micro-batches of `source` that produce the messages."""
 
     @staticmethod
-    def of(piece: MessageSlice, gradient: bool) -> Incoming:
+    def of(piece: MessageSlice, gradient: bool) -> IncomingMessages:
         """Return the messages of which `piece` is a part. They carry its gradient, in the opposite
         direction, if `gradient`.
         """
         source = (piece.source_stage, piece.source_slice)
         target = (piece.target_stage, piece.target_slice)
         if gradient:
-            return Incoming(source[0], Opcode.RECV_GRADIENT, target[0], source[1], target[1])
-        return Incoming(target[0], Opcode.RECV, source[0], target[1], source[1])
+            return IncomingMessages(
+                source[0], Opcode.RECV_GRADIENT, target[0], source[1], target[1]
+            )
+        return IncomingMessages(target[0], Opcode.RECV, source[0], target[1], source[1])
 
     @property
     def part(self) -> int | None:
@@ -179,7 +181,7 @@ class BufferedMessages:
                     receive = each.stage, each.opcode, each.source, each.part
                     self._spans[receive, in_place].append((each.micro_batch, position, end))
 
-    def buffers(self, incoming: Incoming, in_place: bool) -> int:
+    def buffers(self, incoming: IncomingMessages, in_place: bool) -> int:
         """Return the maximum number of the `incoming` messages that occupy buffers at the same
         time.
 
@@ -230,12 +232,12 @@ def make_channels(
         if source == target:
             continue
         buffers = steps[target].held.buffers(
-            Incoming.of(piece, False), is_used_in_place(stages, piece, gradient=False)
+            IncomingMessages.of(piece, False), is_used_in_place(stages, piece, gradient=False)
         )
         gradients = 0
         if piece.needs_gradient:
             gradients = steps[source].held.buffers(
-                Incoming.of(piece, True), is_used_in_place(stages, piece, gradient=True)
+                IncomingMessages.of(piece, True), is_used_in_place(stages, piece, gradient=True)
             )
         found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
@@ -277,7 +279,7 @@ class SendingOrders:
             if task.phase in RECEIVED_BY:
                 self._positions[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
 
-    def positions_of_sends(self, incoming: Incoming) -> Iterator[tuple[int, int]]:
+    def positions_of_sends(self, incoming: IncomingMessages) -> Iterator[tuple[int, int]]:
         """Yield (position, micro-batch) for each of the `incoming` messages: the position in the
         joint order of the task that sends it, and the micro-batch of the receiving stage.
 
@@ -319,7 +321,7 @@ class RankPeers:
 
     sends: frozenset[tuple[int, Opcode]]
     """Pairs (stage, opcode) of the instructions that send at least one message to another rank."""
-    receives: tuple[tuple[Incoming, frozenset[int]], ...]
+    receives: tuple[tuple[IncomingMessages, frozenset[int]], ...]
     """Pairs (incoming messages, numbers of the ranks that send them), in order. Ranks are numbered
     in order of appearance, so that two ranks with equal roles have equal `RankPeers`.
     """
@@ -328,22 +330,22 @@ class RankPeers:
     def of(wired: Iterable[StageOnRank]) -> RankPeers:
         """Return the messages of a rank, given its stages."""
         sends: set[tuple[int, Opcode]] = set()
-        receives: dict[Incoming, set[int]] = defaultdict(set)
+        receives: dict[IncomingMessages, set[int]] = defaultdict(set)
         for stage in wired:
             for piece in (*stage.receives, *stage.sends):
                 if piece.source_rank == piece.target_rank:
                     continue
                 if piece.target_stage == stage.stage:
-                    receives[Incoming.of(piece, False)].add(piece.source_rank)
+                    receives[IncomingMessages.of(piece, False)].add(piece.source_rank)
                     if piece.needs_gradient:
                         sends.add((stage.stage, Opcode.SEND_GRADIENT))
                 else:
                     sends.add((stage.stage, Opcode.SEND))
                     if piece.needs_gradient:
-                        receives[Incoming.of(piece, True)].add(piece.target_rank)
+                        receives[IncomingMessages.of(piece, True)].add(piece.target_rank)
         numbers: dict[int, int] = {}
         found = []
-        for incoming in sorted(receives, key=Incoming.key):
+        for incoming in sorted(receives, key=IncomingMessages.key):
             places = frozenset(
                 numbers.setdefault(rank, len(numbers)) for rank in sorted(receives[incoming])
             )
@@ -387,7 +389,7 @@ def receives_before_tasks(
 
 def _receive_instructions(
     peers: RankPeers, orders: SendingOrders
-) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
+) -> Iterator[tuple[IncomingMessages, int | None, frozenset[int]]]:
     """Yield (incoming messages, source, ranks) for each kind of receive instruction of a rank.
 
     source: the stage that sends, or None if the instruction receives from all sources of the stage.
@@ -401,7 +403,7 @@ def _receive_instructions(
             (rank, *each.key()[:3]) for each, ranks in peers.receives for rank in ranks
         }
     )
-    sources: dict[tuple[int, Opcode], dict[int, list[tuple[Incoming, frozenset[int]]]]] = (
+    sources: dict[tuple[int, Opcode], dict[int, list[tuple[IncomingMessages, frozenset[int]]]]] = (
         defaultdict(dict)
     )
     for incoming, ranks in peers.receives:
@@ -425,7 +427,7 @@ def _receive_instructions(
 
 
 def _order_of_sends(
-    entries: Iterable[tuple[Incoming, frozenset[int]]], orders: SendingOrders
+    entries: Iterable[tuple[IncomingMessages, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
     """Return (micro-batch, part) of each message in `entries`, in the order in which the messages
     are sent.

@@ -197,7 +197,7 @@ def partition_chain(
         )
     bounds = _permitted_ends(problem.graph, chain, count, fixed)
     lengths = _stage_lengths(problem, chain, groups, replicas)
-    known = even_run_ends(chain.by_block(seconds), count)
+    known = even_run_ends(chain.sums_by_block(seconds), count)
     stops = []
     limits = [min(map(problem.memory_of, group)) for group in groups]
     if len(set(limits)) > 1:
@@ -278,10 +278,10 @@ def _stage_lengths(
     if len(set(kinds)) == 1:
         devices, width = kinds[0]
         between = crossing(cluster.slowest_link(range(cluster.size)), replicas or 1)
-        return [run_lengths(chain.by_block(seconds(devices, 1.0) / width), between, between)] * len(
-            groups
-        )
-    work_by_kind = {kind: chain.by_block(seconds(kind[0], 1 / kind[1])) for kind in set(kinds)}
+        return [
+            run_lengths(chain.sums_by_block(seconds(devices, 1.0) / width), between, between)
+        ] * len(groups)
+    work_by_kind = {kind: chain.sums_by_block(seconds(kind[0], 1 / kind[1])) for kind in set(kinds)}
     ends = [np.zeros(chain.blocks + 1)]
     for group, next_group in itertools.pairwise(groups):
         senders = replicas or min(len(group), len(next_group))

@@ -171,7 +171,7 @@ class PartitionSpace:
     last: Indices
 
     @property
-    def open(self) -> int:
+    def undecided_count(self) -> int:
         """Number of undecided questions of the form "is operator v in a stage after s?"."""
         return int((self.last - self.first).sum())
 

@@ -319,8 +319,8 @@ _CHEAP_WORK = 0.01
 of a stage.
 """
 _MAXIMUM_OPEN = 5000
-"""Maximum number of variables (`PartitionSpace.open`) for which one integer program covers the full
-space.
+"""Maximum number of variables (`PartitionSpace.undecided_count`) for which one integer program
+covers the full space.
 """
 _MAXIMUM_DOWNSETS = 6000
 """Maximum number of downsets for an exhaustive search."""
@@ -446,7 +446,7 @@ class PartitionProblem:
             return start, 0.0
         members = downsets_if_few(coarse.flow, limit)
         bound = 0.0
-        if full.open <= _MAXIMUM_OPEN:
+        if full.undecided_count <= _MAXIMUM_OPEN:
             stage, bound = self._solve_program(
                 full, limit, group, 1.0 if members is None else 1 / 3
             )
@@ -457,7 +457,7 @@ class PartitionProblem:
             best = coarse.best_over_downsets(members, limit)
             if best is not None:
                 return self._better(start, best[group], limit), coarse.flow.crossing_bytes(best)
-        if full.open > _MAXIMUM_OPEN:
+        if full.undecided_count > _MAXIMUM_OPEN:
             centre = np.zeros(coarse.flow.operators, dtype=np.int64)
             np.maximum.at(centre, group, start)
             near = replace(
@@ -536,7 +536,7 @@ class PartitionProblem:
         members = downsets_if_few(coarse.flow, limit)
         if members is not None:
             return coarse.best_over_downsets(members, limit, evenest=True), True
-        if coarse.open > _MAXIMUM_OPEN:
+        if coarse.undecided_count > _MAXIMUM_OPEN:
             return None, False
         # The objective is the work of the largest stage, as a multiple of the mean.
         program = Program(coarse)

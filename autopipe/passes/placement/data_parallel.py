@@ -15,7 +15,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     BATCH_AXIS,
     ResolvedConstraint,
-    resolved_constraints,
+    resolve_constraints,
 )
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
@@ -61,7 +61,7 @@ class DataParallel:
         """
         samples = sample_axes(problem.graph)
         devices = problem.cluster.size
-        for each in resolved_constraints(problem):
+        for each in resolve_constraints(problem):
             reason = ""
             if each.constraint.stage not in (None, 0):
                 reason = (

@@ -25,7 +25,7 @@ from autopipe.ir.memo import memoize_all
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolved_constraints
+from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolve_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division, climb
 from autopipe.passes.cost.measured import with_micro_batch_size
@@ -142,7 +142,7 @@ def place_grid(
     check_samples(problem, degrees.data, "grid")
     groups = devices_of_chain(degrees.groups(), stages_per_rank, style)
     fixed_stages = (
-        constrained_stages(resolved_constraints(problem), groups, "grid")
+        constrained_stages(resolve_constraints(problem), groups, "grid")
         if problem.constraints
         else {}
     )
@@ -564,7 +564,7 @@ class Grid:
         """Return the best placement if the devices are used in the order of the problem's cluster.
         Raise as `run` does.
         """
-        resolved = resolved_constraints(problem)
+        resolved = resolve_constraints(problem)
         degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))
         if self.opposite:
             degrees = tuple(each for each in degrees if each.pipeline % 2 == 0)

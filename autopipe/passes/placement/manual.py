@@ -16,7 +16,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     ResolvedConstraint,
     required_splits,
-    resolved_constraints,
+    resolve_constraints,
 )
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
@@ -77,7 +77,7 @@ class Manual:
                 ),
                 hint="number the pipelines from 0",
             )
-        resolved = resolved_constraints(problem, len(pipelines), own_sizes=True)
+        resolved = resolve_constraints(problem, len(pipelines), own_sizes=True)
         stages: list[Stage] = []
         for pipeline in sorted(pipelines):
             own = tuple(each for each in resolved if each.constraint.pipeline == pipeline)

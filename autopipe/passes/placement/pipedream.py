@@ -27,7 +27,7 @@ from autopipe.passes.analysis.chain import Chain, Matrix, make_chain
 from autopipe.passes.analysis.constraints import (
     BATCH_AXIS,
     ResolvedConstraint,
-    resolved_constraints,
+    resolve_constraints,
 )
 from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.batching import Division
@@ -404,7 +404,7 @@ class PipeDream:
         """Return (placement, seconds of a step) for the best chain at the problem's micro-batch
         size.
         """
-        resolved = resolved_constraints(problem)
+        resolved = resolve_constraints(problem)
         # The nodes of one stage number, or of one constraint without a stage number, must not share
         # a block with other nodes.
         by_stage: dict[int, tuple[int, ...]] = {}

@@ -27,7 +27,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     BATCH_AXIS,
     ResolvedConstraint,
-    resolved_constraints,
+    resolve_constraints,
 )
 from autopipe.passes.analysis.operators import OpInstance, SampleAxes, sample_axes
 from autopipe.passes.sharding.configurations import Splits
@@ -515,7 +515,7 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
     A constraint that splits an axis that a node does not have is ignored for this node, as by
     strategy `manual`. `strategy` is part of the message.
     """
-    resolved = resolved_constraints(problem)
+    resolved = resolve_constraints(problem)
     if not resolved:
         return
     stage_of = placement.stage_of()

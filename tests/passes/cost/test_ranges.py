@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.analysis.chain import (
-    distinct_sums,
     incoming_sums,
+    item_sums,
     outgoing_sums,
     range_maxima,
     range_sums,
@@ -29,7 +29,7 @@ def test_sums_and_maxima(figures: list[float]) -> None:
 
 @given(st.lists(st.tuples(blocks, weights)))
 def test_distinct_items_count_once(items: list[tuple[list[int], float]]) -> None:
-    found = distinct_sums(COUNT, items)
+    found = item_sums(COUNT, items)
     for first, stop in RANGES:
         assert found[first, stop] == sum(
             weight for where, weight in items if any(first <= block < stop for block in where)

@@ -7,7 +7,7 @@ import pytest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint
-from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
+from autopipe.passes.analysis.constraints import required_splits, resolve_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
@@ -17,7 +17,7 @@ GRAPH = perceptron([16, 32])
 
 def wished(*constraints: Constraint) -> dict[int, tuple[Split, ...]]:
     given = problem(GRAPH, cluster(8), constraints=constraints)
-    return required_splits(resolved_constraints(given), sample_axes(GRAPH))
+    return required_splits(resolve_constraints(given), sample_axes(GRAPH))
 
 
 def test_a_node_is_split_along_the_axes_that_it_has() -> None:
@@ -46,4 +46,4 @@ def test_an_axis_inside_another_leaves_several_blocks() -> None:
         ConfigurationError,
         match=r"'flatten0': .* several separate parts of a tensor \(choose other splits.*",
     ):
-        required_splits(resolved_constraints(given), sample_axes(graph))
+        required_splits(resolve_constraints(given), sample_axes(graph))

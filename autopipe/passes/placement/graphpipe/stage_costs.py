@@ -322,7 +322,7 @@ def _options(
     )
     link = _mean_link(problem.cluster, devices, degree)
     forward, backward = (
-        range_sums(chain.by_block(each))
+        range_sums(chain.sums_by_block(each))
         for each in seconds.forward_and_backward(size, degree, kinds)
     )
     uneven = seconds.indivisible_nodes(degree)

@@ -20,7 +20,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
+from autopipe.passes.analysis.constraints import required_splits, resolve_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.measured import with_micro_batch_size
@@ -264,7 +264,7 @@ def _required_splits(problem: Problem, placement: Placement) -> dict[int, Splits
     """Return, by node, the splits that constraints require. Nodes are omitted if the number of
     parts does not divide the number of devices of their stage.
     """
-    resolved = resolved_constraints(problem)
+    resolved = resolve_constraints(problem)
     found = dict[int, Splits]()
     for stage in placement.stages if resolved else ():
         samples = sample_axes(with_micro_batch_size(problem, stage.micro_batch_size).graph)

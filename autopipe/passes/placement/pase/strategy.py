@@ -21,7 +21,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     ResolvedConstraint,
     required_splits,
-    resolved_constraints,
+    resolve_constraints,
 )
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
@@ -69,7 +69,7 @@ def place_in_stages(
     check_memory_bound(
         problem, (parameters + saved) // problem.cluster.size, list(range(count)), count
     )
-    resolved = resolved_constraints(problem)
+    resolved = resolve_constraints(problem)
     required = required_splits(resolved, sample_axes(problem.graph))
     groups = _stage_devices(problem, resolved, count)
     size = problem.micro_batch_size

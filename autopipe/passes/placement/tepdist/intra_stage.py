@@ -12,7 +12,7 @@ from functools import partial
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
+from autopipe.passes.analysis.constraints import required_splits, resolve_constraints
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import element_bytes, sample_axes
 from autopipe.passes.cost.memory_check import device_memory, out_of_memory_error
@@ -59,7 +59,7 @@ class IntraStageSearch:
         self.problem = problem
         self.solver = solver
         self.samples = sample_axes(graph)
-        self.resolved = resolved_constraints(problem)
+        self.resolved = resolve_constraints(problem)
         self.required = required_splits(self.resolved, self.samples) if self.resolved else {}
         self._gradient = differentiable_values(graph) if problem.train else frozenset()
         self._widths = element_bytes(graph, problem.precision)

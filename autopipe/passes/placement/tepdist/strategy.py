@@ -29,7 +29,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     ResolvedConstraint,
     required_micro_batch_sizes,
-    resolved_constraints,
+    resolve_constraints,
 )
 from autopipe.passes.batching import Division, climb, divisors
 from autopipe.passes.cost.measured import with_micro_batch_size
@@ -606,7 +606,7 @@ class TePDist:
         """Return the best placement if the devices are used in the order of the problem's cluster.
         Raise as `run` does.
         """
-        resolved = resolved_constraints(problem, own_sizes=True)
+        resolved = resolve_constraints(problem, own_sizes=True)
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
             raise InfeasibleError(

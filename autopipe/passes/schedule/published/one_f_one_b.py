@@ -68,12 +68,12 @@ class OneForwardOneBackward:
 
 
 class OneForwardOneBackwardPlus(Published):
-    """1F1B for placements in which some stages span the devices of several other stages, such as a
-    large embedding that is sharded over all devices. The other stages run 1F1B. The forward of a
-    spanning stage runs directly before the forward of the next of the other stages, and its
-    backward directly after the backward of that stage. A spanning stage after the last of the
-    others runs its forward directly after the last forward and its backward directly before the
-    last backward.
+    """1F1B for placements in which some stages span the devices of other stages, such as a large
+    embedding that is sharded over all devices. The other stages run 1F1B. The forward of a spanning
+    stage runs directly before the forward of the next of the other stages, and its backward
+    directly after the backward of that stage. If no other stage follows, its forward runs directly
+    after the forward of the last of the other stages, and its backward directly before the backward
+    of that stage.
 
     Lin et al., "Tessel" (HPCA 2024), section VI-A. It is the paper's baseline for placements that
     shard large embeddings over all devices. Without spanning stages it equals 1F1B.

@@ -471,7 +471,7 @@ class PeriodicStarts:
         return max(ends) - min(self.starts)
 
 
-def steady_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
+def steady_state_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
     """Return the peak memory in use on a device in the endless steady state, with the memory
     changes of `balanced_changes`.
     """
@@ -506,7 +506,8 @@ def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
             return False
     limits = enumerate(graph.memory)
     return all(
-        limit is None or steady_peak(graph, cyclic, device) <= limit for device, limit in limits
+        limit is None or steady_state_peak(graph, cyclic, device) <= limit
+        for device, limit in limits
     )
 
 

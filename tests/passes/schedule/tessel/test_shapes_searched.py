@@ -7,7 +7,7 @@ from replay import faults
 
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks
-from autopipe.passes.schedule.tessel.model import Budget, SearchOptions, steady_peak
+from autopipe.passes.schedule.tessel.model import Budget, SearchOptions, steady_state_peak
 from autopipe.passes.schedule.tessel.periodic import minimize_memory
 from autopipe.passes.schedule.tessel.search import search, shortest_steady_state
 from autopipe.passes.solvers.cp_sat import Limit
@@ -61,7 +61,7 @@ def test_the_minimum_memory_at_the_minimum_period(name: str, least: int) -> None
         graph, shortest_steady_state(graph, 1, Budget(SearchOptions()))[0], Limit(60, 5)
     )
     assert found.cyclic is not None
-    assert max(steady_peak(graph, found.cyclic, device) for device in range(4)) == least
+    assert max(steady_state_peak(graph, found.cyclic, device) for device in range(4)) == least
 
 
 @pytest.mark.parametrize("devices", [4, 8])
