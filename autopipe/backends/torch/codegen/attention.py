@@ -11,17 +11,17 @@ from autopipe.backends.torch.codegen.call import (
     Call,
     CodeEmitter,
     call_code,
-    in_common_type,
+    common_type_emitter,
     template_emitter,
     torch_dtype,
 )
 from autopipe.backends.torch.codegen.matmul_conv import matmul_code
-from autopipe.backends.torch.codegen.normalization import rms_norm
+from autopipe.backends.torch.codegen.normalization import emit_rms_norm
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops.attention import is_positional, needs_stepwise_softmax, softmax_type
 
 
-def _attention(call: Call) -> str:
+def _emit_attention(call: Call) -> str:
     node = call.node
     by_head = call.rank == 4
     if by_head:
@@ -43,7 +43,7 @@ def _attention(call: Call) -> str:
             )
         ]
     if not _is_fused_attention(call):
-        return _general_attention(call, words)
+        return _emit_general_attention(call, words)
     fused = call_code(
         "operators.fused_attention",
         *words,
@@ -74,7 +74,7 @@ def _is_fused_attention(call: Call) -> bool:
     return mask is None or (not node.integer("is_causal") and len(mask) > 1 and mask[-1] == keys)
 
 
-def _general_attention(call: Call, operands: list[str]) -> str:
+def _emit_general_attention(call: Call, operands: list[str]) -> str:
     """Return the call of the runtime's attention, which supports all attributes and results of the
     operator. `operands` has the code of queries, keys and values.
     """
@@ -100,7 +100,7 @@ def _general_attention(call: Call, operands: list[str]) -> str:
     return call.outputs(code)
 
 
-def _linear_attention(call: Call) -> str:
+def _emit_linear_attention(call: Call) -> str:
     """Return the call of a linear attention. The attribute `update_rule` determines which operands
     the node must have. Raise ModelError if one of them is missing or an additional one is present.
     """
@@ -126,7 +126,7 @@ def _linear_attention(call: Call) -> str:
     )
 
 
-def _causal_convolution(call: Call) -> str:
+def _emit_causal_convolution(call: Call) -> str:
     active = call.choice("activation", "none", ("none", "silu", "swish")) != "none"
     words = [call.arg(0), call.arg(1), call.optional(2), call.optional(3)]
     while words[-1] == "None":
@@ -134,7 +134,7 @@ def _causal_convolution(call: Call) -> str:
     return call.outputs(call_code("operators.causal_convolution", *words, silu=active or None))
 
 
-def _contrib_rotary_embedding(call: Call) -> str:
+def _emit_contrib_rotary_embedding(call: Call) -> str:
     shape = call.operand(0).shape
     positions = call.arg(1)
     seq = shape[2] if len(shape) == 4 else shape[1]
@@ -145,10 +145,10 @@ def _contrib_rotary_embedding(call: Call) -> str:
         positions = f"({start} + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
     stated = call.node.integer("num_heads")
     heads = call.share(stated, "h") if stated else shape[-1] // (2 * call.operand(2).shape[1])
-    return _rotary_embedding(call, [call.arg(2), call.arg(3), positions], heads)
+    return _rotary_embedding_code(call, [call.arg(2), call.arg(3), positions], heads)
 
 
-def _rotary_embedding(call: Call, words: list[str], heads: int) -> str:
+def _rotary_embedding_code(call: Call, words: list[str], heads: int) -> str:
     """Return the code that applies a rotary embedding to operand 0. `words` has the code of the
     cosines, sines and positions. `heads` is the number of heads in the last dimension of an operand
     with three dimensions.
@@ -169,7 +169,7 @@ def _rotary_embedding(call: Call, words: list[str], heads: int) -> str:
     return f"{turned}.flatten(2)" if split else turned
 
 
-def _fused_rotary_embedding(call: Call) -> str:
+def _emit_fused_rotary_embedding(call: Call) -> str:
     flags = {name: call.flag(name) for name in ("interleaved", "apart")}
     return call_code(
         "operators.rotary",
@@ -179,12 +179,12 @@ def _fused_rotary_embedding(call: Call) -> str:
     )
 
 
-def _gelu(approximate: str, call: Call) -> str:
+def _emit_gelu(approximate: str, call: Call) -> str:
     x = f"{call.arg(0)} + {call.arg(1)}" if call.present(1) else call.arg(0)
     return f"F.gelu({x}{approximate})"
 
 
-def _fused_matmul(call: Call) -> str:
+def _emit_fused_matmul(call: Call) -> str:
     left = f"{call.arg(0)}.mT" if call.node.integer("transA") else call.arg(0)
     right = f"{call.arg(1)}.mT" if call.node.integer("transB") else call.arg(1)
     product = matmul_code(call, left, right)
@@ -195,7 +195,7 @@ def _fused_matmul(call: Call) -> str:
     )
 
 
-def _skip_norm(function: str, last: int, call: Call) -> str:
+def _emit_skip_norm(function: str, last: int, call: Call) -> str:
     """Return the call of the runtime's function `function`, which normalizes the sum of operands 0
     and 1. Operand 2 is gamma. Operands 3 to `last` are beta (layer norm only) and then the bias of
     the sum.
@@ -209,25 +209,25 @@ def _skip_norm(function: str, last: int, call: Call) -> str:
 
 
 ATTENTION: dict[str, CodeEmitter] = {
-    "Attention": in_common_type(_attention),
-    "LinearAttention": _linear_attention,
-    "CausalConvWithState": _causal_convolution,
-    "RotaryEmbedding": lambda call: _rotary_embedding(
+    "Attention": common_type_emitter(_emit_attention),
+    "LinearAttention": _emit_linear_attention,
+    "CausalConvWithState": _emit_causal_convolution,
+    "RotaryEmbedding": lambda call: _rotary_embedding_code(
         call,
         [call.arg(1), call.arg(2), call.optional(3)],
         call.share(call.node.integer("num_heads"), "h"),
     ),
-    "autopipe.Rotary": _fused_rotary_embedding,
-    **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_gelu, "")),
+    "autopipe.Rotary": _emit_fused_rotary_embedding,
+    **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_emit_gelu, "")),
     "com.microsoft.QuickGelu": template_emitter("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
-    "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),
-    "com.microsoft.FusedMatMul": _fused_matmul,
-    "com.microsoft.SkipLayerNormalization": in_common_type(
-        partial(_skip_norm, "skip_layer_norm", 4)
+    "com.microsoft.FastGelu": partial(_emit_gelu, ', approximate="tanh"'),
+    "com.microsoft.FusedMatMul": _emit_fused_matmul,
+    "com.microsoft.SkipLayerNormalization": common_type_emitter(
+        partial(_emit_skip_norm, "skip_layer_norm", 4)
     ),
-    "com.microsoft.SkipSimplifiedLayerNormalization": in_common_type(
-        partial(_skip_norm, "skip_rms_norm", 3)
+    "com.microsoft.SkipSimplifiedLayerNormalization": common_type_emitter(
+        partial(_emit_skip_norm, "skip_rms_norm", 3)
     ),
-    "com.microsoft.RotaryEmbedding": _contrib_rotary_embedding,
-    "SimplifiedLayerNormalization": in_common_type(rms_norm),
+    "com.microsoft.RotaryEmbedding": _emit_contrib_rotary_embedding,
+    "SimplifiedLayerNormalization": common_type_emitter(emit_rms_norm),
 }

@@ -256,7 +256,7 @@ def template_emitter(template: str, **defaults: float) -> CodeEmitter:
     )
 
 
-def in_common_type(emit: CodeEmitter) -> CodeEmitter:
+def common_type_emitter(emit: CodeEmitter) -> CodeEmitter:
     """Return an emitter that calls `emit` with operands of one floating-point type, for torch
     functions that require this.
 

@@ -16,8 +16,8 @@ from autopipe.backends.torch.codegen.call import (
     Call,
     CodeEmitter,
     call_code,
+    common_type_emitter,
     float_literal,
-    in_common_type,
     python_literal,
     template_emitter,
     torch_dtype,
@@ -27,13 +27,13 @@ from autopipe.ir.ops.attention import DTYPE_BY_ONNX_CODE
 from autopipe.ir.ops.elementwise import may_drop_elements, transformed_axis
 
 
-def cast(call: Call) -> str:
+def emit_cast(call: Call) -> str:
     """Return the code of a Cast or CastLike between any two types."""
     node = call.node
     source = call.operand(0).dtype
     code = f"operators.from_float4({call.arg(0)})" if source is DType.FLOAT4E2M1 else call.arg(0)
     saturates = bool(node.integer("saturate", 1))
-    return cast_to(
+    return cast_code(
         code,
         call.result().dtype,
         saturates,
@@ -41,7 +41,7 @@ def cast(call: Call) -> str:
     )
 
 
-def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
+def cast_code(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
     """Return code that casts `code` to the type `dtype`. `saturate` and `rounding` are the
     attributes `saturate` and `round_mode` of Cast, which affect 8-bit floating-point types only.
     """
@@ -62,27 +62,27 @@ def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up"
     return f"{code}.to({torch_dtype(dtype)})"
 
 
-def quantize(call: Call) -> str:
+def emit_quantize_linear(call: Call) -> str:
     """Return the code of a QuantizeLinear."""
     target = call.result().dtype
     if target is DType.FLOAT4E2M1 or target.is_float8:
-        ratio = _linear_quantization("scaled_down", call, call.args(2))
-        return cast_to(ratio, target, bool(call.node.integer("saturate", 1)))
+        ratio = _linear_quantization_code("scaled_down", call, call.args(2))
+        return cast_code(ratio, target, bool(call.node.integer("saturate", 1)))
     limits = None
     if target.packed_bits:
         lowest = -(1 << target.packed_bits - 1) if target.held == "int8" else 0
         limits = lowest, lowest + (1 << target.packed_bits) - 1
-    return _linear_quantization(
+    return _linear_quantization_code(
         "quantize_linear", call, call.args(2), call.optional(2), call.dtype, limits=limits
     )
 
 
-def dequantize(call: Call) -> str:
+def emit_dequantize_linear(call: Call) -> str:
     """Return the code of a DequantizeLinear."""
     wide: Callable[[str], str] = "operators.from_float4({})".format
     plain = call.operand(0).dtype is not DType.FLOAT4E2M1
     point = call.optional(2) if plain or not call.present(2) else wide(call.arg(2))
-    return _linear_quantization(
+    return _linear_quantization_code(
         "dequantize_linear",
         call,
         call.arg(0) if plain else wide(call.arg(0)),
@@ -92,7 +92,9 @@ def dequantize(call: Call) -> str:
     )
 
 
-def _linear_quantization(function: str, call: Call, *operands: object, **settings: object) -> str:
+def _linear_quantization_code(
+    function: str, call: Call, *operands: object, **settings: object
+) -> str:
     """Return the call of the runtime's function `function` with `operands` and `settings`, and with
     the axis, the block size and the precision of the scales from the node's attributes.
     """
@@ -108,7 +110,7 @@ def _linear_quantization(function: str, call: Call, *operands: object, **setting
     )
 
 
-def unpack_code(call: Call) -> str:
+def emit_unpack(call: Call) -> str:
     """Return the code of an Unpack, which splits the bytes of an operand into elements of less than
     a byte.
     """
@@ -117,7 +119,7 @@ def unpack_code(call: Call) -> str:
     return call_code("operators.unpack", call.arg(0), *settings)
 
 
-def element_code(call: Call, index: int) -> str:
+def scalar_or_operand_code(call: Call, index: int) -> str:
     """Return the code of operand `index`. A constant with one element becomes a literal, unless it
     is Boolean. This requires another operand of the result's shape that does not become a literal,
     so that the code still gives a tensor of that shape.
@@ -144,59 +146,59 @@ def infix_emitter(symbol: str) -> CodeEmitter:
     b + c`.
     """
     return lambda call: f" {symbol} ".join(
-        element_code(call, index) for index in range(len(call.codes))
+        scalar_or_operand_code(call, index) for index in range(len(call.codes))
     )
 
 
-def _div(call: Call) -> str:
+def _emit_div(call: Call) -> str:
     if call.result().dtype.is_integer:
-        return f'torch.div({call.arg(0)}, {element_code(call, 1)}, rounding_mode="trunc")'
+        return f'torch.div({call.arg(0)}, {scalar_or_operand_code(call, 1)}, rounding_mode="trunc")'
     return infix_emitter("/")(call)
 
 
-def _pow(call: Call) -> str:
+def _emit_pow(call: Call) -> str:
     base = call.operand(0).dtype
     exponent = call.operand(1).dtype
-    code = f"torch.pow({call.arg(0)}, {element_code(call, 1)})"
+    code = f"torch.pow({call.arg(0)}, {scalar_or_operand_code(call, 1)})"
     return (
         code
-        if base is exponent or (element_code(call, 1) != call.arg(1) and base.is_floating)
-        else _cast(code, base)
+        if base is exponent or (scalar_or_operand_code(call, 1) != call.arg(1) and base.is_floating)
+        else _conversion_code(code, base)
     )
 
 
-def _cast(code: str, dtype: DType) -> str:
+def _conversion_code(code: str, dtype: DType) -> str:
     return f"{code}.to({torch_dtype(dtype)})"
 
 
-def _sum(call: Call) -> str:
+def _emit_sum(call: Call) -> str:
     """Return the code of a Sum: `a + b`, or `sum((a, b, …))` for more than `_MAX_NESTED_OPERANDS`
     operands.
     """
     if len(call.codes) <= _MAX_NESTED_OPERANDS:
         return infix_emitter("+")(call)
-    return _sum_of_many(call)
+    return _sum_of_many_code(call)
 
 
-def _sum_of_many(call: Call) -> str:
+def _sum_of_many_code(call: Call) -> str:
     return f"sum(({', '.join(map(call.arg, range(len(call.codes))))}))"
 
 
-def _mean(call: Call) -> str:
+def _emit_mean(call: Call) -> str:
     if len(call.codes) > _MAX_NESTED_OPERANDS:
-        return f"{_sum_of_many(call)} / {len(call.codes)}"
+        return f"{_sum_of_many_code(call)} / {len(call.codes)}"
     total = " + ".join(map(call.arg, range(len(call.codes))))
     return f"({total}) / {len(call.codes)}" if len(call.codes) > 1 else total
 
 
-def _maximum_or_minimum(function: str, bound: str, call: Call) -> str:
+def _emit_maximum_or_minimum(function: str, bound: str, call: Call) -> str:
     """Return the code of a Max or Min: nested calls such as `torch.maximum(torch.maximum(a, b),
     c)`. With two operands of which one is a constant scalar, return `torch.clamp(a, min=0.0)` (for
     Max); `bound` is the name of the argument.
     """
     if len(call.codes) == 2:
         for place in (0, 1):
-            value = element_code(call, place)
+            value = scalar_or_operand_code(call, place)
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
     codes = [call.arg(index) for index in range(len(call.codes))]
@@ -209,7 +211,7 @@ def _maximum_or_minimum(function: str, bound: str, call: Call) -> str:
     return functools.reduce(lambda left, right: f"{function}({left}, {right})", codes)
 
 
-def _where(call: Call) -> str:
+def _emit_where(call: Call) -> str:
     """Return the call of `torch.where`. At most one of the two alternatives becomes a literal; the
     other one is a tensor and determines the type of the result.
     """
@@ -227,7 +229,7 @@ def _where(call: Call) -> str:
     return call_code("torch.where", call.arg(0), *codes)
 
 
-def _clip(call: Call) -> str:
+def _emit_clip(call: Call) -> str:
     if call.opset < 11:
         bounds = {name: call.stated(name, 0.0) for name in ("min", "max") if call.node.has(name)}
     else:
@@ -240,7 +242,7 @@ def _clip(call: Call) -> str:
     return call_code("torch.clamp", call.arg(0), **bounds) if bounds else call.arg(0)
 
 
-def _is_inf(call: Call) -> str:
+def _emit_is_inf(call: Call) -> str:
     signs = (
         bool(call.node.integer("detect_negative", 1)),
         bool(call.node.integer("detect_positive", 1)),
@@ -251,7 +253,7 @@ def _is_inf(call: Call) -> str:
     return f"torch.{function}({call.arg(0)})"
 
 
-def _shift(call: Call) -> str:
+def _emit_bit_shift(call: Call) -> str:
     direction = call.choice("direction", "", ("LEFT", "RIGHT")).lower()
     return f"torch.bitwise_{direction}_shift({call.args(2)})"
 
@@ -272,34 +274,35 @@ def emit_in_wider_type(emit: CodeEmitter, call: Call) -> str:
         return emit(call)
     pairs = zip(call.codes, wider, strict=True)
     codes = tuple(
-        _cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs
+        _conversion_code(code, dtype) if code is not None and dtype else code
+        for code, dtype in pairs
     )
     code = emit(replace(call, codes=codes))
     result = call.result().dtype
-    return _cast(f"({code})", result) if result in _WIDER_TYPE else code
+    return _conversion_code(f"({code})", result) if result in _WIDER_TYPE else code
 
 
 _NUMERIC_EMITTERS: dict[str, CodeEmitter] = {
     "Add": infix_emitter("+"),
     "Sub": infix_emitter("-"),
     "Mul": infix_emitter("*"),
-    "Div": _div,
+    "Div": _emit_div,
     "Mod": lambda call: call_code(
         "torch.fmod" if call.node.integer("fmod") else "torch.remainder",
         call.arg(0),
-        element_code(call, 1),
+        scalar_or_operand_code(call, 1),
     ),
-    "Pow": _pow,
-    "Sum": _sum,
-    "Mean": _mean,
-    "Max": partial(_maximum_or_minimum, "torch.maximum", "min"),
-    "Min": partial(_maximum_or_minimum, "torch.minimum", "max"),
+    "Pow": _emit_pow,
+    "Sum": _emit_sum,
+    "Mean": _emit_mean,
+    "Max": partial(_emit_maximum_or_minimum, "torch.maximum", "min"),
+    "Min": partial(_emit_maximum_or_minimum, "torch.minimum", "max"),
     "Equal": infix_emitter("=="),
     "Greater": infix_emitter(">"),
     "GreaterOrEqual": infix_emitter(">="),
     "Less": infix_emitter("<"),
     "LessOrEqual": infix_emitter("<="),
-    "BitShift": _shift,
+    "BitShift": _emit_bit_shift,
     "BitwiseAnd": template_emitter("torch.bitwise_and({0}, {1})"),
     "BitwiseOr": template_emitter("torch.bitwise_or({0}, {1})"),
     "BitwiseXor": template_emitter("torch.bitwise_xor({0}, {1})"),
@@ -307,12 +310,12 @@ _NUMERIC_EMITTERS: dict[str, CodeEmitter] = {
 }
 
 
-def _gelu(call: Call) -> str:
+def _emit_gelu(call: Call) -> str:
     approximate = call.choice("approximate", "none", ("none", "tanh"))
     return call_code("F.gelu", call.arg(0), approximate='"tanh"' if approximate == "tanh" else None)
 
 
-def _hard_sigmoid(call: Call) -> str:
+def _emit_hard_sigmoid(call: Call) -> str:
     alpha = call.stated("alpha", 0.2)
     beta = call.stated("beta", 0.5)
     if (alpha, beta) == (float_literal(1 / 6), "0.5"):
@@ -320,7 +323,7 @@ def _hard_sigmoid(call: Call) -> str:
     return f"torch.clamp({alpha} * {call.arg(0)} + {beta}, 0.0, 1.0)"
 
 
-def _prelu(call: Call) -> str:
+def _emit_prelu(call: Call) -> str:
     shape = call.operand(0).shape
     slope = call.operand(1)
     spread = shape[1:2] + (1,) * (len(shape) - 2)
@@ -332,23 +335,23 @@ def _prelu(call: Call) -> str:
 _SCALED_ELU = template_emitter("{gamma} * F.elu({0}, {alpha})", alpha=1.6732632, gamma=1.050701)
 
 
-def _swish(call: Call) -> str:
+def _emit_swish(call: Call) -> str:
     return (
         f"F.silu({call.arg(0)})"
-        if (alpha := _swish_alpha(call)) == "1.0"
+        if (alpha := _swish_alpha_literal(call)) == "1.0"
         else f"F.silu({alpha} * {call.arg(0)}) / {alpha}"
     )
 
 
-def _swish_alpha(call: Call) -> str:
+def _swish_alpha_literal(call: Call) -> str:
     """Return the literal of α for the form silu(α x) / α of x · sigmoid(α x), for which autograd
     saves only one tensor. An α of 0 is replaced by 1e-6, because the form divides by α.
     """
     return call.stated("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
 
 
-def _swiglu(call: Call) -> str:
-    alpha = _swish_alpha(call)
+def _emit_swiglu(call: Call) -> str:
+    alpha = _swish_alpha_literal(call)
     return call_code(
         "operators.gated", call.args(2), '"silu"', alpha=None if alpha == "1.0" else alpha
     )
@@ -401,7 +404,7 @@ def _number_literal(call: Call, value: float) -> str:
     return float_literal(value) if dtype is DType.FLOAT32 else python_literal(value)
 
 
-def _constant_of_shape(call: Call) -> str:
+def _emit_constant_of_shape(call: Call) -> str:
     """Return the code of a ConstantOfShape. The frontend has stored the only element of its tensor
     attribute `value` as a number.
     """
@@ -412,7 +415,7 @@ def _constant_of_shape(call: Call) -> str:
     return f"torch.full({shape}, {_number_literal(call, value)}, {_new_tensor_arguments(call)})"
 
 
-def _constant_node(call: Call) -> str:
+def _emit_constant(call: Call) -> str:
     """Return the code of a Constant node that remains in the graph: a scalar or a list of numbers
     from its attributes.
     """
@@ -421,10 +424,10 @@ def _constant_node(call: Call) -> str:
             number = _number_literal(call, call.node.number(name))
             return f"torch.full((), {number}, {_new_tensor_arguments(call)})"
     values = call.node.numbers("value_floats") or call.node.numbers("value_ints")
-    return _list_of_numbers(call, values)
+    return _number_list_code(call, values)
 
 
-def _range(call: Call) -> str:
+def _emit_range(call: Call) -> str:
     start, limit, step = (call.scalar(index) for index in range(3))
     if call.result().dtype.is_integer:
         ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
@@ -436,7 +439,7 @@ def _range(call: Call) -> str:
     )
 
 
-def _eye_like(call: Call) -> str:
+def _emit_eye_like(call: Call) -> str:
     (rows, columns) = call.result().shape
     offset = call.node.integer("k")
     if not offset:
@@ -445,20 +448,20 @@ def _eye_like(call: Call) -> str:
     return f"{ones}.triu({offset}).tril({offset})"
 
 
-def _shape(call: Call) -> str:
+def _emit_shape(call: Call) -> str:
     extents = call.operand(0).shape[
         call.node.integer("start") : call.node.integer("end", call.rank)
     ]
-    return _list_of_numbers(call, extents)
+    return _number_list_code(call, extents)
 
 
-def _list_of_numbers(call: Call, values: Sequence[float]) -> str:
+def _number_list_code(call: Call, values: Sequence[float]) -> str:
     """Return the code of a one-dimensional tensor with the elements `values`."""
     numbers = ", ".join(_number_literal(call, value) for value in values)
     return f"operators.listed([{numbers}], {_new_tensor_arguments(call)})"
 
 
-def _window_function(function: str, call: Call) -> str:
+def _emit_window_function(function: str, call: Call) -> str:
     return call_code(
         function,
         call.scalar(0),
@@ -479,7 +482,7 @@ files.
 """
 
 
-def _grid_sample(call: Call) -> str:
+def _emit_grid_sample(call: Call) -> str:
     mode = _INTERPOLATION_MODES[call.choice("mode", "linear", _INTERPOLATION_MODES)]
     padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
     corners = bool(call.node.integer("align_corners"))
@@ -492,20 +495,20 @@ def _grid_sample(call: Call) -> str:
     )
 
 
-def _affine_grid(call: Call) -> str:
+def _emit_affine_grid(call: Call) -> str:
     size = (call.operand(0).shape[0], *call.integers(1)[1:])
     return call_code(
         "F.affine_grid", call.arg(0), size, align_corners=bool(call.node.integer("align_corners"))
     )
 
 
-def _dft(call: Call) -> str:
+def _emit_dft(call: Call) -> str:
     length = call.scalar(1) if call.present(1) else None
     flags = {name: call.flag(name) for name in ("inverse", "onesided")}
     return call_code("operators.dft", call.arg(0), transformed_axis(call), length=length, **flags)
 
 
-def _stft(call: Call) -> str:
+def _emit_stft(call: Call) -> str:
     length = call.scalar(3) if call.present(3) else str(call.operand(2).shape[0])
     onesided = bool(call.node.integer("onesided", 1))
     return call_code(
@@ -513,7 +516,7 @@ def _stft(call: Call) -> str:
     )
 
 
-def _roi_align(call: Call) -> str:
+def _emit_roi_align(call: Call) -> str:
     node = call.node
     half_pixel = node.text(
         "coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel"
@@ -529,13 +532,13 @@ def _roi_align(call: Call) -> str:
     )
 
 
-def _max_roi_pool(call: Call) -> str:
+def _emit_max_roi_pool(call: Call) -> str:
     size = call.result().shape[2:]
     scale = call.stated("spatial_scale", 1.0)
     return call_code("operators.max_roi_pool", call.args(2), size=size, scale=scale)
 
 
-def _non_max_suppression(call: Call, most: int, slot: int) -> str:
+def _non_max_suppression_code(call: Call, most: int, slot: int) -> str:
     """Return the call of the runtime's non-maximum suppression, which selects at most `most` boxes
     per image and class. Operand `slot` is the maximum overlap, and operand `slot` + 1 the minimum
     score.
@@ -549,17 +552,17 @@ def _non_max_suppression(call: Call, most: int, slot: int) -> str:
     )
 
 
-def _selected_boxes(call: Call) -> str:
+def _emit_non_max_suppression(call: Call) -> str:
     """Return the code of a NonMaxSuppression: the rows [image, class, box] of the selected boxes.
     Their number is the size of the result's first dimension.
     """
     most = min(max(call.integers(2), default=0), call.operand(1).shape[-1])
     return call_code(
-        "operators.rows_kept", _non_max_suppression(call, most, 3), call.result().shape[0]
+        "operators.rows_kept", _non_max_suppression_code(call, most, 3), call.result().shape[0]
     )
 
 
-def _dropout(call: Call) -> str:
+def _emit_dropout(call: Call) -> str:
     data = call.arg(0)
     both = len(call.results) > 1
     mask = call.results[1] if both else None
@@ -579,7 +582,7 @@ def _dropout(call: Call) -> str:
     )
 
 
-def _random_draw(function: str, call: Call, **defaults: float) -> str:
+def _emit_random_draw(function: str, call: Call, **defaults: float) -> str:
     """Return the call of the runtime's function `function`, which draws random numbers. `defaults`
     has the float attributes that are its parameters, with their default values.
     """
@@ -589,8 +592,8 @@ def _random_draw(function: str, call: Call, **defaults: float) -> str:
     )
 
 
-_emit_uniform = partial(_random_draw, "uniform", low=0.0, high=1.0)
-_emit_normal = partial(_random_draw, "normal", mean=0.0, scale=1.0)
+_emit_uniform = partial(_emit_random_draw, "uniform", low=0.0, high=1.0)
+_emit_normal = partial(_emit_random_draw, "normal", mean=0.0, scale=1.0)
 
 
 ELEMENTWISE: dict[str, CodeEmitter] = {
@@ -600,17 +603,17 @@ ELEMENTWISE: dict[str, CodeEmitter] = {
     "Or": infix_emitter("|"),
     "Xor": infix_emitter("^"),
     "Not": template_emitter("torch.logical_not({0})"),
-    "IsInf": _is_inf,
-    "Where": _where,
-    "Clip": _clip,
-    **dict.fromkeys(("Cast", "CastLike"), cast),
+    "IsInf": _emit_is_inf,
+    "Where": _emit_where,
+    "Clip": _emit_clip,
+    **dict.fromkeys(("Cast", "CastLike"), emit_cast),
     "BitCast": lambda call: f"{call.arg(0)}.view({call.dtype})",
     "Neg": template_emitter("-{0}"),
-    "Gelu": _gelu,
-    "HardSigmoid": _hard_sigmoid,
+    "Gelu": _emit_gelu,
+    "HardSigmoid": _emit_hard_sigmoid,
     "HardSwish": template_emitter("F.hardswish({0})"),
     "LeakyRelu": template_emitter("F.leaky_relu({0}, {alpha})", alpha=0.01),
-    "PRelu": _prelu,
+    "PRelu": _emit_prelu,
     "Elu": template_emitter("F.elu({0}, {alpha})", alpha=1.0),
     "Celu": template_emitter("F.celu({0}, {alpha})", alpha=1.0),
     "Selu": lambda call: (
@@ -623,14 +626,14 @@ ELEMENTWISE: dict[str, CodeEmitter] = {
     "Softplus": template_emitter("F.softplus({0})"),
     "Softsign": template_emitter("F.softsign({0})"),
     "Mish": template_emitter("F.mish({0})"),
-    "Swish": _swish,
-    "SwiGLU": _swiglu,
+    "Swish": _emit_swish,
+    "SwiGLU": _emit_swiglu,
     "autopipe.GatedUnit": lambda call: call_code(
         "operators.gated", call.args(2), repr(call.node.text("activation"))
     ),
-    "ConstantOfShape": _constant_of_shape,
-    "Constant": _constant_node,
-    "Range": _range,
+    "ConstantOfShape": _emit_constant_of_shape,
+    "Constant": _emit_constant,
+    "Range": _emit_range,
     "autopipe.StopGradient": template_emitter("{0}.detach()"),
     "autopipe.Bounded": lambda call: call_code(
         "operators.bounded",
@@ -638,33 +641,33 @@ ELEMENTWISE: dict[str, CodeEmitter] = {
         str(call.node.integer("most")),
         repr(call.node.text("title")),
     ),
-    "EyeLike": _eye_like,
-    "Shape": _shape,
+    "EyeLike": _emit_eye_like,
+    "Shape": _emit_shape,
     "Size": lambda call: (
         f"torch.full((), {call.operand(0).elements}, {_new_tensor_arguments(call)})"
     ),
-    "HannWindow": partial(_window_function, "torch.hann_window"),
-    "HammingWindow": partial(_window_function, "operators.hamming_window"),
-    "BlackmanWindow": partial(_window_function, "torch.blackman_window"),
+    "HannWindow": partial(_emit_window_function, "torch.hann_window"),
+    "HammingWindow": partial(_emit_window_function, "operators.hamming_window"),
+    "BlackmanWindow": partial(_emit_window_function, "torch.blackman_window"),
     "MelWeightMatrix": lambda call: call_code(
         "operators.mel_weights", *map(call.scalar, range(5)), _new_tensor_arguments(call)
     ),
-    "GridSample": in_common_type(_grid_sample),
-    "AffineGrid": _affine_grid,
-    "QuantizeLinear": quantize,
-    "DequantizeLinear": dequantize,
-    "autopipe.Unpack": unpack_code,
+    "GridSample": common_type_emitter(_emit_grid_sample),
+    "AffineGrid": _emit_affine_grid,
+    "QuantizeLinear": emit_quantize_linear,
+    "DequantizeLinear": emit_dequantize_linear,
+    "autopipe.Unpack": emit_unpack,
     "DynamicQuantizeLinear": template_emitter("operators.dynamic_quantize_linear({0})"),
-    "DFT": _dft,
-    "STFT": _stft,
+    "DFT": _emit_dft,
+    "STFT": _emit_stft,
     "Det": template_emitter("torch.linalg.det({0})"),
-    "RoiAlign": _roi_align,
-    "MaxRoiPool": _max_roi_pool,
-    "NonMaxSuppression": _selected_boxes,
-    "autopipe.NonMaxSuppression": lambda call: _non_max_suppression(
+    "RoiAlign": _emit_roi_align,
+    "MaxRoiPool": _emit_max_roi_pool,
+    "NonMaxSuppression": _emit_non_max_suppression,
+    "autopipe.NonMaxSuppression": lambda call: _non_max_suppression_code(
         call, call.result().shape[-1], 2
     ),
-    "Dropout": _dropout,
+    "Dropout": _emit_dropout,
     "Bernoulli": lambda call: call_code(
         "operators.bernoulli", call.arg(0), call.stream(), call.dtype
     ),

@@ -11,8 +11,8 @@ from autopipe.backends.torch.codegen.call import (
     Call,
     CodeEmitter,
     call_code,
+    common_type_emitter,
     float_literal,
-    in_common_type,
     template_emitter,
 )
 from autopipe.ir.graph import DType
@@ -22,7 +22,7 @@ from autopipe.ir.ops.operator import SpatialWindow, window_of
 # Matmuls.
 
 
-def _matmul(call: Call) -> str:
+def _emit_matmul(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f"operators.matmul_whole({call.args(2)})"
     return matmul_code(call, call.arg(0), call.arg(1))
@@ -48,7 +48,7 @@ def matmul_code(call: Call, left: str, right: str) -> str:
     return f"torch.einsum({equation!r}, {left}, {right})"
 
 
-def _gemm(call: Call) -> str:
+def _emit_gemm(call: Call) -> str:
     """Return the code of a Gemm: `F.linear` if the weight has shape [out, in] as in
     torch.nn.Linear, otherwise `torch.addmm` or `torch.mm`, with transposed views if needed.
     """
@@ -82,12 +82,12 @@ def _gemm(call: Call) -> str:
 Extents = tuple[int, ...]
 
 
-def one_or_tuple(values: Extents) -> str:
+def number_or_tuple_code(values: Extents) -> str:
     """Return the code of one number if all values are equal, otherwise the code of a tuple."""
     return repr(values[0]) if len(set(values)) == 1 else repr(values)
 
 
-def torch_pads(begin: Extents, end: Extents) -> str:
+def pads_code(begin: Extents, end: Extents) -> str:
     """Return the code of pads in the order of `F.pad`: begin and end of the last axis first.
     `begin` and `end` have one entry per spatial axis.
     """
@@ -96,7 +96,7 @@ def torch_pads(begin: Extents, end: Extents) -> str:
     )
 
 
-def _local_window(call: Call, kernel: Extents) -> SpatialWindow:
+def _local_spatial_window(call: Call, kernel: Extents) -> SpatialWindow:
     """Return the window of a convolution or pooling on this rank. An axis that is split has no
     pads, because the layout of the operand already includes the elements beyond the edges of the
     shard.
@@ -110,10 +110,10 @@ def _window_and_groups(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]
     weight operand.
     """
     shape = call.operand(weight).shape
-    return _local_window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
+    return _local_spatial_window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
 
 
-def _conv_settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
+def _conv_arguments(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
     """Return the keyword arguments `stride`, `padding`, `dilation` and `groups` of torch's
     convolutions, without those that have torch's default.
     """
@@ -124,18 +124,18 @@ def _conv_settings(window: SpatialWindow, groups: int, padding: Extents) -> dict
     }
     found["groups"] = (groups,), 1
     return {
-        name: one_or_tuple(values)
+        name: number_or_tuple_code(values)
         for name, (values, neutral) in found.items()
         if set(values) != {neutral}
     }
 
 
-def _conv(call: Call) -> str:
+def _emit_conv(call: Call) -> str:
     window, groups = _window_and_groups(call)
     source = call.arg(0)
     padding = window.begin
     if window.begin != window.end:
-        source = f"F.pad({source}, {torch_pads(window.begin, window.end)})"
+        source = f"F.pad({source}, {pads_code(window.begin, window.end)})"
         padding = (0,) * len(window.kernel)
     bias = call.bias(2, "c") if call.present(2) else None
     return call_code(
@@ -143,11 +143,11 @@ def _conv(call: Call) -> str:
         source,
         call.arg(1),
         bias,
-        **_conv_settings(window, groups, padding),
+        **_conv_arguments(window, groups, padding),
     )
 
 
-def _conv_transpose(call: Call) -> str:
+def _emit_conv_transpose(call: Call) -> str:
     """Return the code of a ConvTranspose. torch can crop equal numbers of elements at both ends of
     an axis, with additional elements at the end (`output_padding`); the runtime implements all
     other crops.
@@ -184,22 +184,22 @@ def _conv_transpose(call: Call) -> str:
     )
     if fits and all(pad >= 0 for pad in begin):
         bias = call.bias(2, "c") if call.present(2) else None
-        settings = _conv_settings(window, groups, begin) | {
-            "output_padding": one_or_tuple(extra) if any(extra) else None
+        settings = _conv_arguments(window, groups, begin) | {
+            "output_padding": number_or_tuple_code(extra) if any(extra) else None
         }
         return call_code(f"F.conv_transpose{len(kernel)}d", call.args(2), bias, **settings)
     end = tuple(extent - size + pad for extent, size, pad in zip(result, full, begin, strict=True))
-    crop = torch_pads(tuple(-pad for pad in begin), end)
+    crop = pads_code(tuple(-pad for pad in begin), end)
     operands = call.args(2), call.bias(2, "c"), window.strides, window.dilations, groups, crop
     return call_code("operators.conv_transpose", *operands)
 
 
-def _runtime_settings(window: SpatialWindow, groups: int) -> str:
+def _runtime_conv_arguments(window: SpatialWindow, groups: int) -> str:
     """Return the code of strides, pads, dilations and groups for the runtime's convolutions."""
-    return f"{window.strides}, {torch_pads(window.begin, window.end)}, {window.dilations}, {groups}"
+    return f"{window.strides}, {pads_code(window.begin, window.end)}, {window.dilations}, {groups}"
 
 
-def _deform_conv(call: Call) -> str:
+def _emit_deform_conv(call: Call) -> str:
     window, groups = _window_and_groups(call)
     settings = (
         window.strides,
@@ -216,10 +216,10 @@ def _deform_conv(call: Call) -> str:
 
 def _pooling_window(call: Call) -> SpatialWindow:
     """Return the window of a pooling node on this rank."""
-    return _local_window(call, call.node.integers("kernel_shape"))
+    return _local_spatial_window(call, call.node.integers("kernel_shape"))
 
 
-def _torch_pads_fit(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
+def _is_torch_pooling_exact(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
     """Return True if torch's pooling gives the shape of the result. Its pads are equal at both ends
     of an axis and at most half of a window. `ceil` selects its `ceil_mode`.
     """
@@ -235,58 +235,60 @@ def _torch_pads_fit(call: Call, window: SpatialWindow, ceil: bool = False) -> bo
     return small and window.begin == window.end and tuple(counts) == call.result().shape[2:]
 
 
-def _fitting_pads(call: Call, window: SpatialWindow) -> str:
+def _exact_pads_code(call: Call, window: SpatialWindow) -> str:
     """Return the code of the pads, in the order of `F.pad`, with which the windows of the result
     exactly cover the padded operand.
     """
     end = window.needed(call.operand(0).shape[2:], call.result().shape[2:])
-    return torch_pads(window.begin, tuple(max(extent, 0) for extent in end))
+    return pads_code(window.begin, tuple(max(extent, 0) for extent in end))
 
 
-def _runtime_pooling(function: str, call: Call, *settings: object) -> str:
+def _runtime_pooling_code(function: str, call: Call, *settings: object) -> str:
     """Return the call of the runtime's pooling function `function`, which supports all windows and
     pads. `settings` are its further arguments.
     """
     window = _pooling_window(call)
     shape = window.kernel, window.strides, window.dilations
     return call_code(
-        f"operators.{function}", call.arg(0), *shape, _fitting_pads(call, window), *settings
+        f"operators.{function}", call.arg(0), *shape, _exact_pads_code(call, window), *settings
     )
 
 
-def _pooling_settings(window: SpatialWindow, padding: bool) -> list[str]:
+def _pooling_arguments(window: SpatialWindow, padding: bool) -> list[str]:
     """Return the arguments kernel size, stride, padding and dilation of torch's pooling, without
     trailing default values. The padding is 0 unless `padding` is set.
     """
     dilated = set(window.dilations) != {1}
     begin = (
-        [one_or_tuple(window.begin) if padding else "0"]
+        [number_or_tuple_code(window.begin) if padding else "0"]
         if (padding and any(window.begin)) or dilated
         else []
     )
     return [
-        one_or_tuple(window.kernel),
-        one_or_tuple(window.strides),
+        number_or_tuple_code(window.kernel),
+        number_or_tuple_code(window.strides),
         *begin,
-        *([one_or_tuple(window.dilations)] if dilated else []),
+        *([number_or_tuple_code(window.dilations)] if dilated else []),
     ]
 
 
-def _max_pool(call: Call) -> str:
+def _emit_max_pool(call: Call) -> str:
     window = _pooling_window(call)
     source = call.arg(0)
     dtype = call.operand(0).dtype
     if len(call.node.outputs) > 1 and call.node.outputs[1]:
-        return _runtime_pooling("max_pool_with_indices", call, call.node.integer("storage_order"))
+        return _runtime_pooling_code(
+            "max_pool_with_indices", call, call.node.integer("storage_order")
+        )
     narrow = dtype in (DType.INT8, DType.UINT8)
     if narrow:
         source = f"{source}.float()"
-    fits = _torch_pads_fit(call, window)
-    fits_up = _torch_pads_fit(call, window, ceil=True)
+    fits = _is_torch_pooling_exact(call, window)
+    fits_up = _is_torch_pooling_exact(call, window, ceil=True)
     if not fits and not fits_up:
-        source = f'F.pad({source}, {_fitting_pads(call, window)}, value=float("-inf"))'
+        source = f'F.pad({source}, {_exact_pads_code(call, window)}, value=float("-inf"))'
     function = f"F.max_pool{len(window.kernel)}d"
-    settings = _pooling_settings(window, fits or fits_up)
+    settings = _pooling_arguments(window, fits or fits_up)
     pooled = call_code(
         function, source, *settings, ceil_mode=True if fits_up and not fits else None
     )
@@ -294,23 +296,23 @@ def _max_pool(call: Call) -> str:
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 
 
-def _average_pool(call: Call) -> str:
+def _emit_average_pool(call: Call) -> str:
     window = _pooling_window(call)
     counted = bool(call.node.integer("count_include_pad"))
-    if _torch_pads_fit(call, window) and set(window.dilations) == {1}:
+    if _is_torch_pooling_exact(call, window) and set(window.dilations) == {1}:
         function = f"F.avg_pool{len(window.kernel)}d"
-        settings = _pooling_settings(window, True)
+        settings = _pooling_arguments(window, True)
         excluded = False if any(window.begin + window.end) and not counted else None
         return call_code(function, call.arg(0), *settings, count_include_pad=excluded)
     none = (0,) * len(window.kernel)
-    return _runtime_pooling(
+    return _runtime_pooling_code(
         "average_pool",
         call,
-        torch_pads(window.begin, window.end) if counted else torch_pads(none, none),
+        pads_code(window.begin, window.end) if counted else pads_code(none, none),
     )
 
 
-def _global_pool(template: str, call: Call) -> str:
+def _emit_global_pool(template: str, call: Call) -> str:
     """Return the code of a pooling over all spatial axes. In `template`, x stands for the operand,
     axes for these axes, and p for the attribute p.
     """
@@ -318,14 +320,14 @@ def _global_pool(template: str, call: Call) -> str:
     return template.format(x=call.arg(0), axes=axes, p=call.node.integer("p", 2))
 
 
-def _global_max_pool(call: Call) -> str:
+def _emit_global_max_pool(call: Call) -> str:
     axes = tuple(range(2, call.rank))
     if group := call.group(*(f"i{axis - 2}" for axis in axes)):
         return f"operators.sharded_extreme({call.arg(0)}, {axes}, True, True, {group})"
     return f"torch.amax({call.arg(0)}, {axes}, keepdim=True)"
 
 
-def _max_unpool(call: Call) -> str:
+def _emit_max_unpool(call: Call) -> str:
     """Return the code of a MaxUnpool. Its indices refer to a tensor whose shape follows from the
     window, and which can be smaller or larger than the result.
     """
@@ -363,7 +365,7 @@ _DEFAULT_ACTIVATIONS = {
 """Default activations of each recurrent operator, for one direction."""
 
 
-def _recurrent(call: Call) -> str:
+def _emit_recurrent_layer(call: Call) -> str:
     """Return the call of the runtime's recurrent layer. Optional operands that are present, and
     attributes that differ from their defaults, are keyword arguments.
     """
@@ -397,32 +399,34 @@ def _recurrent(call: Call) -> str:
 
 
 MATMUL_CONV: dict[str, CodeEmitter] = {
-    "MatMul": _matmul,
+    "MatMul": _emit_matmul,
     "autopipe.Linear": template_emitter("F.linear({0}, {1}.t(), {2})"),
-    "Gemm": in_common_type(_gemm),
+    "Gemm": common_type_emitter(_emit_gemm),
     "Einsum": lambda call: f"torch.einsum({str(equation_of(call))!r}, {call.args()})",
     "MatMulInteger": lambda call: f"operators.matmul_integer({call.optionals(4)})",
     "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {call.dtype})",
-    "Conv": in_common_type(_conv),
-    "ConvTranspose": in_common_type(_conv_transpose),
+    "Conv": common_type_emitter(_emit_conv),
+    "ConvTranspose": common_type_emitter(_emit_conv_transpose),
     "ConvInteger": lambda call: call_code(
-        "operators.conv_integer", call.optionals(4), _runtime_settings(*_window_and_groups(call))
+        "operators.conv_integer",
+        call.optionals(4),
+        _runtime_conv_arguments(*_window_and_groups(call)),
     ),
     "QLinearConv": lambda call: call_code(
         "operators.conv_quantized",
         call.optionals(9),
         call.dtype,
-        _runtime_settings(*_window_and_groups(call, 3)),
+        _runtime_conv_arguments(*_window_and_groups(call, 3)),
     ),
-    "DeformConv": _deform_conv,
-    "MaxPool": _max_pool,
-    "AveragePool": _average_pool,
-    "LpPool": lambda call: _runtime_pooling("lp_pool", call, call.node.integer("p", 2)),
-    "GlobalAveragePool": partial(_global_pool, "torch.mean({x}, {axes}, keepdim=True)"),
-    "GlobalMaxPool": _global_max_pool,
+    "DeformConv": _emit_deform_conv,
+    "MaxPool": _emit_max_pool,
+    "AveragePool": _emit_average_pool,
+    "LpPool": lambda call: _runtime_pooling_code("lp_pool", call, call.node.integer("p", 2)),
+    "GlobalAveragePool": partial(_emit_global_pool, "torch.mean({x}, {axes}, keepdim=True)"),
+    "GlobalMaxPool": _emit_global_max_pool,
     "GlobalLpPool": partial(
-        _global_pool, "torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"
+        _emit_global_pool, "torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"
     ),
-    "MaxUnpool": _max_unpool,
-    **dict.fromkeys(("RNN", "GRU", "LSTM"), _recurrent),
+    "MaxUnpool": _emit_max_unpool,
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), _emit_recurrent_layer),
 }

@@ -36,16 +36,16 @@ def reshape_code(code: str, shape: tuple[int, ...]) -> str:
     return f"{code}.reshape({shape_arguments(shape)})"
 
 
-def _reshape(call: Call) -> str:
+def _emit_reshape(call: Call) -> str:
     return reshape_code(call.arg(0), call.result().shape)
 
 
-def _squeeze_or_unsqueeze(method: str, call: Call) -> str:
+def _emit_squeeze_or_unsqueeze(method: str, call: Call) -> str:
     axes = axes_of(call, 1) or ()
-    return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _reshape(call)
+    return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _emit_reshape(call)
 
 
-def _transpose(call: Call) -> str:
+def _emit_transpose(call: Call) -> str:
     order = transpose_permutation(call)
     moved = [axis for axis, source in enumerate(order) if axis != source]
     if not moved:
@@ -55,13 +55,13 @@ def _transpose(call: Call) -> str:
     return f"{call.arg(0)}.permute({', '.join(map(str, order))})"
 
 
-def _expand(call: Call) -> str:
+def _emit_expand(call: Call) -> str:
     if call.operand(0).shape == call.result().shape:
         return call.arg(0)
     return f"{call.arg(0)}.expand({shape_arguments(call.result().shape)})"
 
 
-def _split(call: Call) -> str:
+def _emit_split(call: Call) -> str:
     axis = call.axis()
     if len(call.results) == 1:
         return call.arg(0)
@@ -75,12 +75,12 @@ def _split(call: Call) -> str:
     return f"torch.split({call.arg(0)}, {sizes[0] if even else sizes}, dim={axis})"
 
 
-def _slice(call: Call) -> str:
+def _emit_slice(call: Call) -> str:
     taken = slice_ranges(call)
     backwards = [str(axis) for axis, (_, count, step) in enumerate(taken) if step < 0 and count]
     code = f"{call.arg(0)}.flip({', '.join(backwards)})" if backwards else call.arg(0)
     parts = [
-        _slice_range(*each, extent)
+        _dimension_slice_code(*each, extent)
         for each, extent in zip(taken, call.operand(0).shape, strict=True)
     ]
     while parts and parts[-1] == ":":
@@ -88,7 +88,7 @@ def _slice(call: Call) -> str:
     return f"{code}[{', '.join(parts)}]" if parts else code
 
 
-def _slice_range(start: int, count: int, step: int, extent: int) -> str:
+def _dimension_slice_code(start: int, count: int, step: int, extent: int) -> str:
     """Return the code of the slice of one dimension of size `extent`: `count` elements from index
     `start` with step `step`. For a negative step, the dimension must have been flipped before.
     """
@@ -104,7 +104,7 @@ def _slice_range(start: int, count: int, step: int, extent: int) -> str:
     return f"{start or ''}:{'' if to_end else stop}" + (f":{step}" if step > 1 else "")
 
 
-def _pad(call: Call) -> str:
+def _emit_pad(call: Call) -> str:
     pads = pad_widths(call)
     mode = call.choice("mode", "constant", ("constant", "reflect", "edge", "wrap"))
     if all(pair == (0, 0) for pair in pads):
@@ -130,7 +130,7 @@ def pad_code(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> 
     )
 
 
-def _center_crop_pad(call: Call) -> str:
+def _emit_center_crop_pad(call: Call) -> str:
     """Return the code of a CenterCropPad, which crops the dimensions that are larger than those of
     the result and pads the smaller ones. If the difference is odd, the additional element is
     cropped or padded at the end.
@@ -141,7 +141,7 @@ def _center_crop_pad(call: Call) -> str:
     pads = []
     for extent, target in zip(before, after, strict=True):
         start = max(0, (extent - target) // 2)
-        parts.append(_slice_range(start, min(extent, target), 1, extent))
+        parts.append(_dimension_slice_code(start, min(extent, target), 1, extent))
         missing = max(0, target - extent)
         pads.append((missing // 2, missing - missing // 2))
     cut = (
@@ -150,7 +150,7 @@ def _center_crop_pad(call: Call) -> str:
     return pad_code(cut, tuple(pads))
 
 
-def _depth_and_space(call: Call, to_space: bool) -> str:
+def _emit_depth_and_space(call: Call, to_space: bool) -> str:
     """Return the code of DepthToSpace (`to_space`) or SpaceToDepth."""
     block = call.node.integer("blocksize")
     (batch, channels, height, width) = call.operand(0).shape
@@ -167,7 +167,7 @@ def _depth_and_space(call: Call, to_space: bool) -> str:
     )
 
 
-def _trilu(call: Call) -> str:
+def _emit_trilu(call: Call) -> str:
     function = "torch.triu" if call.node.integer("upper", 1) else "torch.tril"
     diagonal = call.scalar(1) or "0"
     for axis, sign in ((call.rank - 2, "+"), (call.rank - 1, "-")):
@@ -176,7 +176,7 @@ def _trilu(call: Call) -> str:
     return f"{function}({call.arg(0)}, {diagonal})"
 
 
-def _col2im(call: Call) -> str:
+def _emit_col2im(call: Call) -> str:
     image = call.integers(1)
     block = call.integers(2)
     ones = (1,) * len(block)
@@ -185,10 +185,10 @@ def _col2im(call: Call) -> str:
     return call_code("operators.col2im", call.arg(0), image, block, **settings, pads=pads)
 
 
-def _gather(call: Call) -> str:
+def _emit_gather(call: Call) -> str:
     """Return the code of a Gather."""
     axis = call.axis()
-    fixed = _constant_index(call)
+    fixed = _constant_index_code(call)
     if group := call.group(f"d{axis}"):
         return f"operators.sharded_gather({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     # Indices that are not constant are assumed to be nonnegative, because they usually read an
@@ -205,7 +205,7 @@ def _gather(call: Call) -> str:
     return f"{call.arg(0)}[{', '.join([*[':'] * axis, fixed or call.arg(1)])}]"
 
 
-def _constant_index(call: Call) -> str:
+def _constant_index_code(call: Call) -> str:
     """Return the code of a Python index for the constant indices of a Gather: an integer for a
     single index, or a slice for consecutive indices. Return "" if the indices are not constant or
     not consecutive.
@@ -231,7 +231,7 @@ def _has_nonnegative_indices(call: Call) -> bool:
     return indices is not None and bool((indices >= 0).all())
 
 
-def _gather_elements(call: Call) -> str:
+def _emit_gather_elements(call: Call) -> str:
     axis = call.axis()
     if group := call.group("v"):
         return f"operators.sharded_gather_elements({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
@@ -239,7 +239,7 @@ def _gather_elements(call: Call) -> str:
     return f"{function}({call.arg(0)}, {axis}, {call.arg(1)})"
 
 
-def _gather_nd(call: Call) -> str:
+def _emit_gather_nd(call: Call) -> str:
     if batch := call.node.integer("batch_dims"):
         return f"operators.gather_nd({call.args(2)}, {batch})"
     return f"{call.arg(0)}[{call.arg(1)}.unbind(-1)]"
@@ -251,31 +251,31 @@ written to one position.
 """
 
 
-def _scatter_reduction(call: Call) -> str | None:
+def _scatter_reduction_code(call: Call) -> str | None:
     """Return the code of torch's name of the node's reduction, or None if there is no reduction."""
     reduction = call.choice("reduction", "none", ("none", *_SCATTER_REDUCTIONS))
     return f'"{_SCATTER_REDUCTIONS[reduction]}"' if reduction != "none" else None
 
 
-def _scatter_elements(call: Call) -> str:
+def _emit_scatter_elements(call: Call) -> str:
     operands = call.arg(0), call.axis(), call.arg(1), call.arg(2)
-    return call_code("operators.scatter_elements", *operands, _scatter_reduction(call))
+    return call_code("operators.scatter_elements", *operands, _scatter_reduction_code(call))
 
 
-def _tensor_scatter(call: Call) -> str:
+def _emit_tensor_scatter(call: Call) -> str:
     circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
     return call_code(
         "operators.tensor_scatter", call.args(2), call.optional(2), call.axis(-2), circular=circular
     )
 
 
-def _one_hot(call: Call) -> str:
+def _emit_one_hot(call: Call) -> str:
     axis = nonnegative_axis(call.node.integer("axis", -1), len(call.result().shape))
     operands = call.arg(0), call.result().shape[axis], call.arg(2)
     return call_code("operators.one_hot", *operands, axis, call.group("v"))
 
 
-def _resize(call: Call) -> str:
+def _emit_resize(call: Call) -> str:
     """Return the code of a Resize or Upsample. The defaults of its attributes depend on the opset;
     before opset 11, the coordinates are asymmetric.
     """
@@ -287,7 +287,7 @@ def _resize(call: Call) -> str:
     mode = node.text("mode", "nearest")
     places = node.text("coordinate_transformation_mode", "asymmetric" if early else "half_pixel")
     rounding = node.text("nearest_mode", "floor" if early else "round_prefer_floor")
-    if code := _interpolate(call, axes, mode, places, rounding):
+    if code := _interpolation_code(call, axes, mode, places, rounding):
         return code
     entries = (
         f"({each.axis}, {each.result}, "
@@ -313,7 +313,7 @@ def _resize(call: Call) -> str:
 _LINEAR_MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
-def _interpolate(
+def _interpolation_code(
     call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str
 ) -> str:
     """Return a call of `F.interpolate`, or "" if this function does not compute the semantics of
@@ -347,46 +347,46 @@ def _interpolate(
     return call_code("F.interpolate", call.arg(0), size, mode=method, align_corners=corners)
 
 
-def _compress(call: Call) -> str:
+def _emit_compress(call: Call) -> str:
     axis = call.axis() if call.node.has("axis") else None
     return call_code("operators.compress", call.args(2), str(axis), call.result().shape[axis or 0])
 
 
 MOVEMENT: dict[str, CodeEmitter] = {
-    **dict.fromkeys(("Reshape", "Flatten"), _reshape),
-    "Squeeze": partial(_squeeze_or_unsqueeze, "squeeze"),
-    "Unsqueeze": partial(_squeeze_or_unsqueeze, "unsqueeze"),
+    **dict.fromkeys(("Reshape", "Flatten"), _emit_reshape),
+    "Squeeze": partial(_emit_squeeze_or_unsqueeze, "squeeze"),
+    "Unsqueeze": partial(_emit_squeeze_or_unsqueeze, "unsqueeze"),
     "Identity": template_emitter("{0}"),
-    "Transpose": _transpose,
-    "Expand": _expand,
+    "Transpose": _emit_transpose,
+    "Expand": _emit_expand,
     "Concat": lambda call: (
         call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={call.axis()})"
     ),
-    "Split": _split,
-    "Slice": _slice,
-    "Pad": _pad,
+    "Split": _emit_split,
+    "Slice": _emit_slice,
+    "Pad": _emit_pad,
     "Tile": lambda call: f"{call.arg(0)}.repeat({shape_arguments(call.integers(1))})",
-    "CenterCropPad": _center_crop_pad,
-    "DepthToSpace": partial(_depth_and_space, to_space=True),
-    "SpaceToDepth": partial(_depth_and_space, to_space=False),
+    "CenterCropPad": _emit_center_crop_pad,
+    "DepthToSpace": partial(_emit_depth_and_space, to_space=True),
+    "SpaceToDepth": partial(_emit_depth_and_space, to_space=False),
     "ReverseSequence": lambda call: call_code(
         "operators.reverse_sequence",
         call.args(2),
         call.node.integer("time_axis"),
         call.node.integer("batch_axis", 1),
     ),
-    "Trilu": _trilu,
-    "Compress": _compress,
-    "Col2Im": _col2im,
-    "Gather": _gather,
-    "GatherElements": _gather_elements,
-    "GatherND": _gather_nd,
-    **dict.fromkeys(("Scatter", "ScatterElements"), _scatter_elements),
+    "Trilu": _emit_trilu,
+    "Compress": _emit_compress,
+    "Col2Im": _emit_col2im,
+    "Gather": _emit_gather,
+    "GatherElements": _emit_gather_elements,
+    "GatherND": _emit_gather_nd,
+    **dict.fromkeys(("Scatter", "ScatterElements"), _emit_scatter_elements),
     "ScatterND": lambda call: call_code(
-        "operators.scatter_nd", call.args(3), _scatter_reduction(call)
+        "operators.scatter_nd", call.args(3), _scatter_reduction_code(call)
     ),
-    "TensorScatter": _tensor_scatter,
-    "OneHot": _one_hot,
+    "TensorScatter": _emit_tensor_scatter,
+    "OneHot": _emit_one_hot,
     "NonZero": lambda call: call_code("operators.nonzero", call.arg(0), call.result().shape[1]),
-    **dict.fromkeys(("Resize", "Upsample"), _resize),
+    **dict.fromkeys(("Resize", "Upsample"), _emit_resize),
 }

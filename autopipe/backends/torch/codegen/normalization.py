@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from autopipe.backends.torch.codegen.call import Call, CodeEmitter, call_code, in_common_type
+from autopipe.backends.torch.codegen.call import Call, CodeEmitter, call_code, common_type_emitter
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.linear_cross_entropy import (
     BIAS_OPERAND,
@@ -29,7 +29,7 @@ from autopipe.ir.ops.normalization import (
 )
 
 
-def _batch_norm(call: Call) -> str:
+def _emit_batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
     momentum = call.stated("momentum", 0.9)
     epsilon = call.stated("epsilon", 1e-5)
@@ -37,7 +37,7 @@ def _batch_norm(call: Call) -> str:
         if mean.startswith("p.") and variance.startswith("p."):
             return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
         return call_code("operators.batch_norm_by", x, mean, variance, scale, bias, epsilon)
-    group = call.group("n", *_spatial_dimensions(call))
+    group = call.group("n", *_spatial_axis_names(call))
     unbiased = True if call.node.integer("unbiased") else None
     running = "p.running" if mean.startswith("p.w") and variance.startswith("p.w") else None
     if not group and not any(call.results[1:]):
@@ -54,27 +54,27 @@ def _batch_norm(call: Call) -> str:
     )
 
 
-def _spatial_dimensions(call: Call) -> list[str]:
+def _spatial_axis_names(call: Call) -> list[str]:
     """Return the names of the spatial axes in the iteration space of a normalization: i0, i1 and so
     on.
     """
     return [f"i{axis}" for axis in range(call.rank - 2)]
 
 
-def _group_of_dimensions(call: Call, axes: Iterable[int]) -> str | None:
+def _group_code_of_dimensions(call: Call, axes: Iterable[int]) -> str | None:
     """Return the code of the process group over which the dimensions `axes` of operand 0 are split,
     or None if none of them is split.
     """
     return call.group(*(f"d{axis}" for axis in axes))
 
 
-def _layer_norm(call: Call) -> str:
+def _emit_layer_norm(call: Call) -> str:
     axes = tuple(normalized_axes(call))
     epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
     x = call.arg(0)
     vectors = f"{call.arg(1)}, {call.optional(2)}"
-    if group := _group_of_dimensions(call, axes):
+    if group := _group_code_of_dimensions(call, axes):
         return call.outputs(
             call_code("operators.sharded_layer_norm", x, axes, vectors, epsilon, group)
         )
@@ -85,7 +85,7 @@ def _layer_norm(call: Call) -> str:
     return call.outputs(call_code(function, x, shape, vectors, epsilon))
 
 
-def rms_norm(call: Call) -> str:
+def emit_rms_norm(call: Call) -> str:
     """Return the code of an RMS norm, such as `F.rms_norm(x, shape, scale, epsilon)`. If the shape
     of the scale differs from that of the normalized dimensions, the code multiplies the normalized
     tensor by the scale.
@@ -93,7 +93,7 @@ def rms_norm(call: Call) -> str:
     axes = tuple(normalized_axes(call))
     epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
-    if group := _group_of_dimensions(call, axes):
+    if group := _group_code_of_dimensions(call, axes):
         return (
             f"operators.sharded_rms_norm({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
         )
@@ -102,43 +102,43 @@ def rms_norm(call: Call) -> str:
     return f"F.rms_norm({call.arg(0)}, {shape}, eps={epsilon}) * {call.arg(1)}"
 
 
-def _group_norm(call: Call) -> str:
+def _emit_group_norm(call: Call) -> str:
     groups = call.share(call.node.integer("num_groups"), "g")
     channels = call.operand(0).shape[1]
     vectors = [call.arg(1), call.arg(2)]
     if call.operand(1).shape != (channels,):
         vectors = [f"{code}.repeat_interleave({channels // groups})" for code in vectors]
-    group = call.group("c", *_spatial_dimensions(call))
+    group = call.group("c", *_spatial_axis_names(call))
     function = "operators.sharded_group_norm" if group else "F.group_norm"
     return call_code(function, call.arg(0), groups, *vectors, call.stated("epsilon", 1e-5), group)
 
 
-def _instance_norm(call: Call) -> str:
+def _emit_instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
-    if group := call.group(*_spatial_dimensions(call)):
+    if group := call.group(*_spatial_axis_names(call)):
         return f"operators.sharded_instance_norm({call.args(3)}, {epsilon}, {group})"
     return (
         f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
     )
 
 
-def _variance(call: Call) -> str:
+def _emit_mean_variance_normalization(call: Call) -> str:
     axes = variance_axes(call)
-    group = _group_of_dimensions(call, axes)
+    group = _group_code_of_dimensions(call, axes)
     return call_code(
         f"operators.{'sharded_' if group else ''}mean_variance_norm", call.arg(0), axes, group
     )
 
 
-def _lp_normalization(call: Call) -> str:
+def _emit_lp_normalization(call: Call) -> str:
     p = call.node.integer("p", 2)
     axis = call.node.integer("axis", -1)
-    if group := _group_of_dimensions(call, [call.axis(-1)]):
+    if group := _group_code_of_dimensions(call, [call.axis(-1)]):
         return f"operators.sharded_normalize({call.arg(0)}, {p}, {axis}, {group})"
     return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
 
 
-def _local_response_norm(call: Call) -> str:
+def _emit_local_response_norm(call: Call) -> str:
     size = call.node.integer("size")
     settings = call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)
     return call_code(
@@ -146,10 +146,10 @@ def _local_response_norm(call: Call) -> str:
     )
 
 
-def _softmax(function: str, call: Call) -> str:
+def _emit_softmax(function: str, call: Call) -> str:
     axes = softmax_axes(call)
     shape = call.operand(0).shape
-    group = _group_of_dimensions(call, softmax_axes(call))
+    group = _group_code_of_dimensions(call, softmax_axes(call))
     name = f"operators.sharded_{function}" if group else f"F.{function}"
     if len(axes) == 1 or (
         not group and all(extent == 1 for extent in shape[axes.start + 1 : axes.stop])
@@ -163,7 +163,7 @@ def _softmax(function: str, call: Call) -> str:
     return f"{flat}.reshape({shape})"
 
 
-def _keepdim(call: Call) -> str:
+def _keepdim_argument(call: Call) -> str:
     """Return the code `, keepdim=True` if the node keeps reduced dimensions with size 1, otherwise
     "".
     """
@@ -173,7 +173,7 @@ def _keepdim(call: Call) -> str:
 def _axes_arguments(call: Call) -> str:
     """Return the keyword arguments of a torch reduction, such as `dim=1, keepdim=True`."""
     axes = reduced_axes(call)
-    return f"dim={axes[0] if len(axes) == 1 else axes}{_keepdim(call)}"
+    return f"dim={axes[0] if len(axes) == 1 else axes}{_keepdim_argument(call)}"
 
 
 def _integer_dtype_argument(call: Call) -> str:
@@ -183,13 +183,13 @@ def _integer_dtype_argument(call: Call) -> str:
     return f", dtype={call.dtype}" if call.result().dtype.is_integer else ""
 
 
-def _sharded_reduction(call: Call, function: str, *settings: bool) -> str:
+def _sharded_reduction_code(call: Call, function: str, *settings: bool) -> str:
     """Return the call of the runtime's reduction `function` over a process group, or "" if no
     reduced axis is split. `settings` are its further arguments.
     """
     axes = reduced_axes(call)
     keep = bool(call.node.integer("keepdims", 1))
-    group = _group_of_dimensions(call, axes)
+    group = _group_code_of_dimensions(call, axes)
     return (
         call_code(f"operators.{function}", call.arg(0), axes, keep, *settings, group)
         if group
@@ -197,40 +197,40 @@ def _sharded_reduction(call: Call, function: str, *settings: bool) -> str:
     )
 
 
-def _sum(call: Call, code: str) -> str:
+def _sum_code(call: Call, code: str) -> str:
     return f"{code}.sum({_axes_arguments(call)}{_integer_dtype_argument(call)})"
 
 
-def _mean(call: Call) -> str:
+def _emit_reduce_mean(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f"{call.arg(0)}.mean({_axes_arguments(call)}, dtype=torch.float64).to({call.dtype})"
     return f"{call.arg(0)}.mean({_axes_arguments(call)})"
 
 
-def _reduction_norm(call: Call) -> str:
+def _emit_reduce_l2(call: Call) -> str:
     if call.result().dtype.is_integer:
         return (
             f"{call.arg(0)}.double().square().sum({_axes_arguments(call)}).sqrt().to({call.dtype})"
         )
     return (
-        _sharded_reduction(call, "sharded_norm")
+        _sharded_reduction_code(call, "sharded_norm")
         or f"torch.linalg.vector_norm({call.arg(0)}, {_axes_arguments(call)})"
     )
 
 
-def _reduce_product(call: Call) -> str:
+def _emit_reduce_product(call: Call) -> str:
     """Return the code of a ReduceProd: one call of `prod` per axis, because torch multiplies along
     one axis per call. The last axis is reduced first, so that the indices of the other axes remain
     valid.
     """
     calls = (
-        f".prod(dim={axis}{_keepdim(call)}{_integer_dtype_argument(call)})"
+        f".prod(dim={axis}{_keepdim_argument(call)}{_integer_dtype_argument(call)})"
         for axis in reversed(reduced_axes(call))
     )
     return call.arg(0) + "".join(calls)
 
 
-def _reduce_extreme(method: str, call: Call) -> str:
+def _emit_reduce_extreme(method: str, call: Call) -> str:
     """Return the code of a ReduceMax or ReduceMin; `method` is `amax` or `amin`. For an operand
     without elements, for which torch raises an error, the result has the value that ONNX defines:
     the smallest value of the type for ReduceMax, the largest for ReduceMin.
@@ -243,7 +243,7 @@ def _reduce_extreme(method: str, call: Call) -> str:
             limit = f"torch.iinfo({call.dtype}).{'min' if method == 'amax' else 'max'}"
         return f"torch.full({call.result().shape}, {limit}, dtype={call.dtype}, device=p.device)"
     return (
-        _sharded_reduction(call, "sharded_extreme", method == "amax")
+        _sharded_reduction_code(call, "sharded_extreme", method == "amax")
         or f"{call.arg(0)}.{method}({_axes_arguments(call)})"
     )
 
@@ -257,11 +257,11 @@ def _reduction_emitter(
     return lambda call: emit(call) if reduced_axes(call) else alone(call.arg(0))
 
 
-def _index_of_extreme(function: str, call: Call) -> str:
+def _emit_index_of_extreme(function: str, call: Call) -> str:
     axis = call.axis()
-    keep = _keepdim(call)
+    keep = _keepdim_argument(call)
     last = bool(call.node.integer("select_last_index"))
-    if group := _group_of_dimensions(call, [axis]):
+    if group := _group_code_of_dimensions(call, [axis]):
         settings = bool(keep), function == "argmax", last
         return call_code("operators.sharded_index_of_extreme", call.arg(0), axis, *settings, group)
     if last:
@@ -270,7 +270,7 @@ def _index_of_extreme(function: str, call: Call) -> str:
     return f"torch.{function}({call.arg(0)}, dim={axis}{keep})"
 
 
-def _cumulative(function: str, call: Call) -> str:
+def _emit_cumulative(function: str, call: Call) -> str:
     axis = cumulative_axis(call)
     exclusive = bool(call.node.integer("exclusive"))
     backwards = bool(call.node.integer("reverse"))
@@ -282,7 +282,7 @@ def _cumulative(function: str, call: Call) -> str:
     return f"torch.{function}({call.arg(0)}, dim={axis}{_integer_dtype_argument(call)})"
 
 
-def _top_k(call: Call) -> str:
+def _emit_top_k(call: Call) -> str:
     count = call.scalar(1) if call.present(1) else call.node.integer("k")
     return call_code(
         "operators.top_k",
@@ -293,7 +293,7 @@ def _top_k(call: Call) -> str:
     )
 
 
-def _class_loss(call: Call, name: str, alone: str) -> str:
+def _emit_class_loss(call: Call, name: str, alone: str) -> str:
     """Return the call of a loss over classes. It calls `alone`, a function of one rank, if neither
     the classes nor (for a loss with weighted or ignored labels) the labels are split; otherwise it
     calls the runtime's function for the loss `name`. Labels are converted to int64, because torch
@@ -321,7 +321,7 @@ def _class_loss(call: Call, name: str, alone: str) -> str:
     )
 
 
-def _linear_cross_entropy(call: Call) -> str:
+def _emit_linear_cross_entropy(call: Call) -> str:
     """Return the call of the runtime's cross-entropy that is fused with the matmul of the logits.
     The code passes the weight with shape [classes, features].
     """
@@ -351,52 +351,53 @@ def _linear_cross_entropy(call: Call) -> str:
 
 NORMALIZATION: dict[str, CodeEmitter] = {
     "BatchNormalization": lambda call: (
-        _batch_norm if uses_batch_statistics(call) else in_common_type(_batch_norm)
+        _emit_batch_norm if uses_batch_statistics(call) else common_type_emitter(_emit_batch_norm)
     )(call),
-    "LayerNormalization": in_common_type(_layer_norm),
-    "RMSNormalization": in_common_type(rms_norm),
-    "GroupNormalization": in_common_type(_group_norm),
-    "InstanceNormalization": in_common_type(_instance_norm),
-    "MeanVarianceNormalization": _variance,
-    "LpNormalization": _lp_normalization,
-    "LRN": _local_response_norm,
-    "Softmax": partial(_softmax, "softmax"),
-    "LogSoftmax": partial(_softmax, "log_softmax"),
-    "ReduceSum": _reduction_emitter(lambda call: _sum(call, call.arg(0))),
-    "ReduceMean": _reduction_emitter(_mean),
+    "LayerNormalization": common_type_emitter(_emit_layer_norm),
+    "RMSNormalization": common_type_emitter(emit_rms_norm),
+    "GroupNormalization": common_type_emitter(_emit_group_norm),
+    "InstanceNormalization": common_type_emitter(_emit_instance_norm),
+    "MeanVarianceNormalization": _emit_mean_variance_normalization,
+    "LpNormalization": _emit_lp_normalization,
+    "LRN": _emit_local_response_norm,
+    "Softmax": partial(_emit_softmax, "softmax"),
+    "LogSoftmax": partial(_emit_softmax, "log_softmax"),
+    "ReduceSum": _reduction_emitter(lambda call: _sum_code(call, call.arg(0))),
+    "ReduceMean": _reduction_emitter(_emit_reduce_mean),
     "ReduceL1": _reduction_emitter(
-        lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"
+        lambda call: _sum_code(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"
     ),
-    "ReduceL2": _reduction_emitter(_reduction_norm, lambda code: f"{code}.abs()"),
+    "ReduceL2": _reduction_emitter(_emit_reduce_l2, lambda code: f"{code}.abs()"),
     "ReduceSumSquare": _reduction_emitter(
-        lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"
+        lambda call: _sum_code(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"
     ),
     "ReduceLogSum": _reduction_emitter(
         lambda call: (
-            _sharded_reduction(call, "sharded_log_sum") or f"{_sum(call, call.arg(0))}.log()"
+            _sharded_reduction_code(call, "sharded_log_sum")
+            or f"{_sum_code(call, call.arg(0))}.log()"
         ),
         lambda code: f"{code}.log()",
     ),
     "ReduceLogSumExp": _reduction_emitter(
         lambda call: (
-            _sharded_reduction(call, "sharded_log_sum_exp")
+            _sharded_reduction_code(call, "sharded_log_sum_exp")
             or f"torch.logsumexp({call.arg(0)}, {_axes_arguments(call)})"
         )
     ),
-    "ReduceMax": _reduction_emitter(partial(_reduce_extreme, "amax")),
-    "ReduceMin": _reduction_emitter(partial(_reduce_extreme, "amin")),
-    "ReduceProd": _reduction_emitter(_reduce_product),
-    "ArgMax": partial(_index_of_extreme, "argmax"),
-    "ArgMin": partial(_index_of_extreme, "argmin"),
-    "CumSum": partial(_cumulative, "cumsum"),
-    "CumProd": partial(_cumulative, "cumprod"),
-    "TopK": _top_k,
+    "ReduceMax": _reduction_emitter(partial(_emit_reduce_extreme, "amax")),
+    "ReduceMin": _reduction_emitter(partial(_emit_reduce_extreme, "amin")),
+    "ReduceProd": _reduction_emitter(_emit_reduce_product),
+    "ArgMax": partial(_emit_index_of_extreme, "argmax"),
+    "ArgMin": partial(_emit_index_of_extreme, "argmin"),
+    "CumSum": partial(_emit_cumulative, "cumsum"),
+    "CumProd": partial(_emit_cumulative, "cumprod"),
+    "TopK": _emit_top_k,
     "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {tuple(softmax_axes(call))})",
     "SoftmaxCrossEntropyLoss": lambda call: (
-        _class_loss(call, "cross_entropy", "F.cross_entropy")
+        _emit_class_loss(call, "cross_entropy", "F.cross_entropy")
         if len(call.node.outputs) == 1
-        else _class_loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
+        else _emit_class_loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
     ),
-    LINEAR_CROSS_ENTROPY: _linear_cross_entropy,
-    "NegativeLogLikelihoodLoss": lambda call: _class_loss(call, "nll", "F.nll_loss"),
+    LINEAR_CROSS_ENTROPY: _emit_linear_cross_entropy,
+    "NegativeLogLikelihoodLoss": lambda call: _emit_class_loss(call, "nll", "F.nll_loss"),
 }

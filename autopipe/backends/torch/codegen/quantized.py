@@ -17,14 +17,14 @@ from autopipe.ir.ops.experts import (
 from autopipe.ir.ops.quantized import MICROSOFT_DOMAIN, bits_per_weight
 
 
-def _matmul_nbits(call: Call) -> str:
+def _emit_matmul_nbits(call: Call) -> str:
     optional = [call.optional(index) if index < len(call.codes) else "None" for index in (3, 4)]
     while optional and optional[-1] == "None":
         optional.pop()
     return call_code("operators.matmul_nbits", call.args(3), *optional, bits=bits_per_weight(call))
 
 
-def _gather_blocks(call: Call) -> str:
+def _emit_gather_block_quantized(call: Call) -> str:
     return call_code(
         "operators.gather_blocks",
         call.args(3),
@@ -61,7 +61,7 @@ def _activation_code(call: Call, gated: bool) -> str:
     )
 
 
-def _mixture_of_experts(call: Call) -> str:
+def _emit_mixture_of_experts(call: Call) -> str:
     """Return the call of the runtime's mixture of experts."""
     first, second, gate = layers_of(call)
 
@@ -111,9 +111,9 @@ def _mixture_of_experts(call: Call) -> str:
 
 QUANTIZED: dict[str, CodeEmitter] = {
     LISTED_EXPERTS: lambda call: call_code("operators.listed_experts", call.args()),
-    f"{MICROSOFT_DOMAIN}MatMulNBits": _matmul_nbits,
-    f"{MICROSOFT_DOMAIN}GatherBlockQuantized": _gather_blocks,
+    f"{MICROSOFT_DOMAIN}MatMulNBits": _emit_matmul_nbits,
+    f"{MICROSOFT_DOMAIN}GatherBlockQuantized": _emit_gather_block_quantized,
     **dict.fromkeys(
-        (f"{MICROSOFT_DOMAIN}MoE", f"{MICROSOFT_DOMAIN}QMoE", EXPERTS), _mixture_of_experts
+        (f"{MICROSOFT_DOMAIN}MoE", f"{MICROSOFT_DOMAIN}QMoE", EXPERTS), _emit_mixture_of_experts
     ),
 }
