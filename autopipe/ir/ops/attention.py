@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from autopipe.ir.graph import DType, Node
-from autopipe.ir.ops.elementwise import pointwise
+from autopipe.ir.ops.elementwise import pointwise_operators
 from autopipe.ir.ops.matmul_conv import batched_matmul_words
 from autopipe.ir.ops.normalization import BYTES_OF_MOMENTS, BYTES_OF_NORM
 from autopipe.ir.ops.operator import (
@@ -20,11 +20,11 @@ from autopipe.ir.ops.operator import (
     Statistics,
     axis_names,
     broadcast_words,
+    collectives_per_row,
+    flops_per_point,
+    flops_per_result_element,
     mark_words,
     no_index_range,
-    per_point,
-    per_result,
-    per_row,
     space_from_notation,
     space_from_words,
 )
@@ -60,7 +60,7 @@ def needs_stepwise_softmax(node: Node, dtype: DType) -> bool:
     return special or bool(node.number("softcap"))
 
 
-def attention(signature: Signature) -> Space:
+def attention_space(signature: Signature) -> Space:
     """Return the iteration space `b (h r) q d!, b h k! d, b h k v -> b (h r) q v`: each device has
     all keys, with all of their features.
 
@@ -129,7 +129,7 @@ def _space_of_heads(signature: Signature, s: str, heads: int, *others: str) -> S
     )
 
 
-def rotary_embedding(signature: Signature) -> Space:
+def rotary_embedding_space(signature: Signature) -> Space:
     """Return the iteration space of a RotaryEmbedding: `b h s d!, b s 1, b s 1, b s -> b h s d`
     with batch b, heads h, positions s and features d. If the node has position ids (the last
     operand), no axis indexes the tables of cosines and sines.
@@ -138,7 +138,7 @@ def rotary_embedding(signature: Signature) -> Space:
     return _space_of_heads(signature, "s", signature.node.integer("num_heads"), *others)
 
 
-def _rotary(signature: Signature) -> Space:
+def _fused_rotary_space(signature: Signature) -> Space:
     """Return the iteration space `*x d!, *x 1, *x 1 -> *x d` of a fused rotary embedding. The
     operands are the data, the cosines and the sines, which broadcast to the data; d are the
     features of a head.
@@ -152,7 +152,7 @@ def _rotary(signature: Signature) -> Space:
     return space_from_words(signature, [[*words, "d!"], *angles], [[*words, "d"]])
 
 
-def linear_attention(signature: Signature) -> Space:
+def linear_attention_space(signature: Signature) -> Space:
     """Return the iteration space of a LinearAttention: `b t! (h r d!), b t! (h d!), b t! (h v), b h
     d! v -> b t! (h r v), b h d! v`. The operands are queries, keys, values and the state.
 
@@ -188,7 +188,7 @@ def _linear_attention_flops(signature: Signature, space: Space) -> float:
     return 2.0 * reads * axes["b"] * axes["t"] * axes["h"] * axes["d"] * axes["v"]
 
 
-def _table_positions(signature: Signature, slot: int) -> Range | None:
+def _table_position_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of the position ids (operand 3), which index the tables of cosines and
     sines; None for other operands.
     """
@@ -198,7 +198,7 @@ def _table_positions(signature: Signature, slot: int) -> Range | None:
 ATTENTION = (
     Operator(
         "LinearAttention",
-        linear_attention,
+        linear_attention_space,
         "matmul",
         _linear_attention_flops,
         2.5,
@@ -217,7 +217,7 @@ ATTENTION = (
     ),
     Operator(
         "Attention",
-        attention,
+        attention_space,
         "matmul",
         _attention_flops,
         2.5,
@@ -231,21 +231,21 @@ ATTENTION = (
             name,
             space,
             "elementwise",
-            per_result(3.0),
+            flops_per_result_element(3.0),
             1.0,
             ("1", "2"),
             kernels=3,
             index_range=positions,
         )
         for name, space, positions in (
-            ("RotaryEmbedding", rotary_embedding, _table_positions),
-            ("autopipe.Rotary", _rotary, no_index_range),
+            ("RotaryEmbedding", rotary_embedding_space, _table_position_range),
+            ("autopipe.Rotary", _fused_rotary_space, no_index_range),
         )
     ),
 )
 
 
-def _fused_matmul(signature: Signature) -> Space:
+def _fused_matmul_space(signature: Signature) -> Space:
     """Return the iteration space of a FusedMatMul: that of MatMul, with the last two dimensions of
     an operand exchanged if it is transposed.
     """
@@ -266,7 +266,7 @@ def _fused_matmul(signature: Signature) -> Space:
     return space_from_words(signature, operands, [result])
 
 
-def _skip_layer_norm(signature: Signature) -> Space:
+def _skip_norm_space(signature: Signature) -> Space:
     """Return the iteration space `*b x=, *b x, x … -> *b x, *b 1, *b 1, *b x`: the data, the skip
     connection, and vectors such as the scale; the result, two statistics, and the sum of the data
     and the skip connection.
@@ -284,7 +284,7 @@ def _skip_layer_norm(signature: Signature) -> Space:
     )
 
 
-def _rotary_embedding(signature: Signature) -> Space:
+def _contrib_rotary_space(signature: Signature) -> Space:
     """Return the iteration space of com.microsoft's RotaryEmbedding: `b h s d!, b s, 1 1, 1 1 -> b
     h s d`, or with data `b s (h d!)`. The second operand has the position ids. If it has only the
     first position, s is marked `&`: each device derives its positions from its coordinate along s.
@@ -308,13 +308,13 @@ def _skip_norm_operator(name: str, cost: float, statistics: Statistics) -> Opera
     """Return the definition of a norm of the sum of two tensors, in com.microsoft's domain. `cost`
     is the number of FLOPs per element of the result.
     """
-    flops = per_result(cost)
+    flops = flops_per_result_element(cost)
     return Operator(
-        _DOMAIN + name, _skip_layer_norm, "normalization", flops, 2.0, ("0",), statistics=statistics
+        _DOMAIN + name, _skip_norm_space, "normalization", flops, 2.0, ("0",), statistics=statistics
     )
 
 
-def _contributed_table_positions(signature: Signature, slot: int) -> Range | None:
+def _contrib_table_position_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of the positions of com.microsoft's RotaryEmbedding (operand 1), which index
     the tables of cosines and sines; None for other operands. An operand with one element is the
     first of consecutive positions.
@@ -327,33 +327,35 @@ def _contributed_table_positions(signature: Signature, slot: int) -> Range | Non
 
 
 CONTRIB = (
-    *pointwise(f"{_DOMAIN}QuickGelu", 6.0),
-    *pointwise(f"{_DOMAIN}Gelu", 8.0),
-    *pointwise(f"{_DOMAIN}FastGelu {_DOMAIN}BiasGelu", 9.0),
+    *pointwise_operators(f"{_DOMAIN}QuickGelu", 6.0),
+    *pointwise_operators(f"{_DOMAIN}Gelu", 8.0),
+    *pointwise_operators(f"{_DOMAIN}FastGelu {_DOMAIN}BiasGelu", 9.0),
     Operator(
         f"{_DOMAIN}FusedMatMul",
-        _fused_matmul,
+        _fused_matmul_space,
         "matmul",
-        per_point(2.0),
+        flops_per_point(2.0),
         2.0,
         ("0", "1"),
         weights=(0, 1),
     ),
     _skip_norm_operator(
-        "SkipLayerNormalization", 9.0, per_row(*BYTES_OF_MOMENTS, through=(0, 1, 4))
+        "SkipLayerNormalization", 9.0, collectives_per_row(*BYTES_OF_MOMENTS, through=(0, 1, 4))
     ),
     _skip_norm_operator(
-        "SkipSimplifiedLayerNormalization", 6.0, per_row(*BYTES_OF_NORM, through=(0, 1, 3))
+        "SkipSimplifiedLayerNormalization",
+        6.0,
+        collectives_per_row(*BYTES_OF_NORM, through=(0, 1, 3)),
     ),
     Operator(
         f"{_DOMAIN}RotaryEmbedding",
-        _rotary_embedding,
+        _contrib_rotary_space,
         "elementwise",
-        per_result(3.0),
+        flops_per_result_element(3.0),
         1.0,
         ("1", "2", "3"),
         kernels=3,
-        index_range=_contributed_table_positions,
+        index_range=_contrib_table_position_range,
     ),
 )
 

@@ -16,14 +16,14 @@ from autopipe.ir.ops.operator import (
     Operator,
     Signature,
     axis_names,
-    broadcast_to_result,
     broadcast_words,
-    first_broadcast,
+    flops_per_result_element,
     mark_words,
+    move_by_broadcast,
+    move_first_by_broadcast,
+    move_through_reshape,
     nonnegative_axis,
-    per_result,
     replace_words,
-    reshaped,
     space_from_notation,
     space_from_words,
     space_with_changed_axes,
@@ -33,7 +33,7 @@ from autopipe.ir.ops.operator import (
 from autopipe.ir.space import Space
 
 
-def broadcast(signature: Signature) -> Space:
+def broadcast_space(signature: Signature) -> Space:
     """Return the iteration space `*x, *x -> *x` of an operator with broadcasting. Dimensions are
     aligned at the end. No axis indexes a dimension of an operand that is broadcast.
     """
@@ -45,13 +45,13 @@ def broadcast(signature: Signature) -> Space:
     return space_from_words(signature, read, [words])
 
 
-first_operand = space_from_notation("*x -> *x")
+first_operand_space = space_from_notation("*x -> *x")
 """Function that returns the iteration space of an operator whose result has the shape of its first
 operand. No axis indexes the other operands, which are settings or only state a type.
 """
 
 
-def pointwise(
+def pointwise_operators(
     operators: str,
     cost: float = 1.0,
     keeps: tuple[str, ...] = ("0",),
@@ -70,9 +70,9 @@ def pointwise(
     return [
         Operator(
             name,
-            broadcast,
+            broadcast_space,
             "elementwise",
-            per_result(cost),
+            flops_per_result_element(cost),
             backward,
             keeps,
             differentiable=flows,
@@ -85,13 +85,13 @@ def pointwise(
     ]
 
 
-def _masks(operators: str, *, compare: bool = False) -> list[Operator]:
+def _mask_operators(operators: str, *, compare: bool = False) -> list[Operator]:
     """Return one definition for each operator in `operators`, names separated by blanks. The
     operators are elementwise with Boolean results. `compare` is the field `Operator.comparison`.
     """
     return [
         replace(row, mask=True, comparison=compare)
-        for row in pointwise(operators, keeps=(), backward=0.0, flows=False)
+        for row in pointwise_operators(operators, keeps=(), backward=0.0, flows=False)
     ]
 
 
@@ -102,65 +102,69 @@ def _variadic_flops(signature: Signature, space: object) -> float:
     return float(max(1, len(signature.operands) - 1) * signature.result().elements)
 
 
-def per_channel(signature: Signature) -> Space:
+def prelu_space(signature: Signature) -> Space:
     """Return the iteration space of a PRelu. From opset 7 on, the slope broadcasts. Before opset 7,
     there is one slope per channel (axis 1), or one slope in all.
     """
     slope = signature.operand(1).shape
     if signature.opset >= 7:
-        return broadcast(signature)
+        return broadcast_space(signature)
     words = axis_names(signature.rank, "x")
     channels = [words[1] if slope == signature.operand(0).shape[1:2] else "1"]
     return space_from_words(signature, [words, channels if slope else ""], [words])
 
 
-def _chosen(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_where(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return the elements of operand 1 or 2 of a Where at their positions in the result, or None
     for the condition (see `Move`).
     """
-    return broadcast_to_result(signature, slot, result, array) if slot else None
+    return move_by_broadcast(signature, slot, result, array) if slot else None
 
 
 ELEMENTWISE = (
-    *pointwise("Add Sub", keeps=(), linear="together", adds=True),
-    *pointwise("Mul", keeps=("0", "1"), linear="each"),
-    *pointwise("Div", keeps=("0", "1"), linear="first", finite_at=((1, 1),)),
-    *pointwise("Mod", keeps=("0", "1"), finite_at=((1, 1),), moved=first_broadcast),
-    *pointwise("Pow", 8.0, keeps=("0", "1"), finite_at=((0, 1), (1, 1))),
-    Operator("Sum", broadcast, "elementwise", _variadic_flops, linear="together", adds=True),
-    Operator("Mean", broadcast, "elementwise", _variadic_flops, linear="together"),
+    *pointwise_operators("Add Sub", keeps=(), linear="together", adds=True),
+    *pointwise_operators("Mul", keeps=("0", "1"), linear="each"),
+    *pointwise_operators("Div", keeps=("0", "1"), linear="first", finite_at=((1, 1),)),
+    *pointwise_operators(
+        "Mod", keeps=("0", "1"), finite_at=((1, 1),), moved=move_first_by_broadcast
+    ),
+    *pointwise_operators("Pow", 8.0, keeps=("0", "1"), finite_at=((0, 1), (1, 1))),
+    Operator("Sum", broadcast_space, "elementwise", _variadic_flops, linear="together", adds=True),
+    Operator("Mean", broadcast_space, "elementwise", _variadic_flops, linear="together"),
     *(
         Operator(
             name,
-            broadcast,
+            broadcast_space,
             "elementwise",
             _variadic_flops,
             keeps=("*",),
-            moved=broadcast_to_result,
+            moved=move_by_broadcast,
         )
         for name in ("Max", "Min")
     ),
-    *pointwise("Where", linear="together", moved=_chosen),
+    *pointwise_operators("Where", linear="together", moved=_move_through_where),
     Operator(
         "Clip",
-        first_operand,
+        first_operand_space,
         "elementwise",
-        per_result(2.0),
+        flops_per_result_element(2.0),
         keeps=("0",),
-        moved=first_broadcast,
+        moved=move_first_by_broadcast,
     ),
-    *_masks("Equal Greater GreaterOrEqual Less LessOrEqual", compare=True),
-    *_masks("And Or Xor Not IsNaN IsInf"),
-    *pointwise(
+    *_mask_operators("Equal Greater GreaterOrEqual Less LessOrEqual", compare=True),
+    *_mask_operators("And Or Xor Not IsNaN IsInf"),
+    *pointwise_operators(
         "BitShift BitwiseAnd BitwiseOr BitwiseXor BitwiseNot", keeps=(), backward=0.0, flows=False
     ),
-    Operator("Cast", broadcast, "elementwise", linear="together", moved=reshaped),
-    Operator("CastLike", first_operand, "elementwise"),
-    Operator("BitCast", broadcast, "view", backward=0.0, differentiable=False),
+    Operator("Cast", broadcast_space, "elementwise", linear="together", moved=move_through_reshape),
+    Operator("CastLike", first_operand_space, "elementwise"),
+    Operator("BitCast", broadcast_space, "view", backward=0.0, differentiable=False),
     # StopGradient is the identity in forward, and passes no gradient in backward.
     Operator(
         "autopipe.StopGradient",
-        broadcast,
+        broadcast_space,
         "view",
         backward=0.0,
         differentiable=False,
@@ -170,38 +174,46 @@ ELEMENTWISE = (
 
 ACTIVATION = (
     # The derivatives of these operators are zero, except at the steps of their values.
-    *pointwise("Ceil Floor Round Sign", keeps=(), backward=0.0),
-    *pointwise("Neg", keeps=(), linear="together"),
-    *pointwise("Abs", moved=reshaped),
-    *pointwise("ThresholdedRelu"),
-    *pointwise("LeakyRelu Shrink", 2.0),
+    *pointwise_operators("Ceil Floor Round Sign", keeps=(), backward=0.0),
+    *pointwise_operators("Neg", keeps=(), linear="together"),
+    *pointwise_operators("Abs", moved=move_through_reshape),
+    *pointwise_operators("ThresholdedRelu"),
+    *pointwise_operators("LeakyRelu Shrink", 2.0),
     Operator(
         "PRelu",
-        per_channel,
+        prelu_space,
         "elementwise",
-        per_result(2.0),
+        flops_per_result_element(2.0),
         keeps=("0", "1"),
         layer_weights=(1,),
         scales_and_biases=(1,),
     ),
-    *pointwise("HardSigmoid Softsign", 3.0),
-    *pointwise("Log", 4.0, finite_at=((0, 1),)),
-    *pointwise("HardSwish Sin Cos", 4.0),
-    *pointwise("Sinh Cosh Asin Acos", 4.0, finite_at=((0, 0),)),
-    *pointwise("Atan Asinh", 4.0),
-    *pointwise("Acosh", 4.0, finite_at=((0, 2),)),
-    *pointwise("Atanh", 4.0, finite_at=((0, 0),)),
-    *pointwise("Elu Celu Selu Swish", 5.0),
-    *pointwise("Erf Gelu Softplus", 8.0),
-    *pointwise("Mish", 12.0),
-    *pointwise("Relu", keeps=(">0",)),
-    *pointwise("Reciprocal Sqrt", keeps=(">0",), finite_at=((0, 1),)),
-    *pointwise("Exp Tan", 4.0, keeps=(">0",), finite_at=((0, 0),)),
-    *pointwise("Sigmoid Tanh", 4.0, keeps=(">0",)),
+    *pointwise_operators("HardSigmoid Softsign", 3.0),
+    *pointwise_operators("Log", 4.0, finite_at=((0, 1),)),
+    *pointwise_operators("HardSwish Sin Cos", 4.0),
+    *pointwise_operators("Sinh Cosh Asin Acos", 4.0, finite_at=((0, 0),)),
+    *pointwise_operators("Atan Asinh", 4.0),
+    *pointwise_operators("Acosh", 4.0, finite_at=((0, 2),)),
+    *pointwise_operators("Atanh", 4.0, finite_at=((0, 0),)),
+    *pointwise_operators("Elu Celu Selu Swish", 5.0),
+    *pointwise_operators("Erf Gelu Softplus", 8.0),
+    *pointwise_operators("Mish", 12.0),
+    *pointwise_operators("Relu", keeps=(">0",)),
+    *pointwise_operators("Reciprocal Sqrt", keeps=(">0",), finite_at=((0, 1),)),
+    *pointwise_operators("Exp Tan", 4.0, keeps=(">0",), finite_at=((0, 0),)),
+    *pointwise_operators("Sigmoid Tanh", 4.0, keeps=(">0",)),
     *(
         # The factor 2.2 of backward: it computes the activation again, its derivative, and one
         # multiplication per operand.
-        Operator(name, broadcast, "elementwise", per_result(6.0), 2.2, ("0", "1"), kernels=2)
+        Operator(
+            name,
+            broadcast_space,
+            "elementwise",
+            flops_per_result_element(6.0),
+            2.2,
+            ("0", "1"),
+            kernels=2,
+        )
         for name in ("SwiGLU", "autopipe.GatedUnit")
     ),
 )
@@ -218,7 +230,7 @@ def _generator_operator(
         name,
         unsplittable_space,
         "memory",
-        per_result(cost),
+        flops_per_result_element(cost),
         0.0,
         static=static,
         differentiable=False,
@@ -238,7 +250,9 @@ GENERATION = (
         differentiable=False,
     ),
     *map(_generator_operator, ("Constant", "EyeLike", "Shape", "Size")),
-    Operator("autopipe.Bounded", broadcast, "elementwise", backward=0.0, differentiable=False),
+    Operator(
+        "autopipe.Bounded", broadcast_space, "elementwise", backward=0.0, differentiable=False
+    ),
     _generator_operator("Range", (0, 1, 2), sizes=(0, 1, 2)),
     _generator_operator("HannWindow", (0,), 6.0),
     _generator_operator("HammingWindow", (0,), 6.0),
@@ -252,7 +266,7 @@ SAMPLING = (
         "GridSample",
         space_from_notation("b c *1, b *p 1 -> b c *p"),
         "memory",
-        per_result(12.0),
+        flops_per_result_element(12.0),
         keeps=("0", "1"),
         interpolation="linear",
     ),
@@ -260,13 +274,13 @@ SAMPLING = (
         "AffineGrid",
         space_from_notation("b 1 1, 1 -> b *1"),
         "memory",
-        per_result(6.0),
+        flops_per_result_element(6.0),
         static=(1,),
     ),
 )
 
 
-def linear_quantization(signature: Signature) -> Space:
+def linear_quantization_space(signature: Signature) -> Space:
     """Return the iteration space `*x, scale, zero point -> *x` of a linear quantization.
 
     There is one scale per tensor, per index of the dimension `axis`, or per block of elements along
@@ -294,7 +308,7 @@ def linear_quantization(signature: Signature) -> Space:
     )
 
 
-def _unpack(signature: Signature) -> Space:
+def _unpack_space(signature: Signature) -> Space:
     """Return the iteration space `*d n -> *d (n p)` of `autopipe.Unpack`, with n bytes of p
     elements. The operator cannot be split if the elements of a row do not fill all bytes.
     """
@@ -310,28 +324,38 @@ def _unpack(signature: Signature) -> Space:
 
 
 QUANTIZATION = (
-    Operator("autopipe.Unpack", _unpack, "memory", per_result(2.0), differentiable=False),
     Operator(
-        "QuantizeLinear", linear_quantization, "elementwise", per_result(4.0), differentiable=False
+        "autopipe.Unpack",
+        _unpack_space,
+        "memory",
+        flops_per_result_element(2.0),
+        differentiable=False,
+    ),
+    Operator(
+        "QuantizeLinear",
+        linear_quantization_space,
+        "elementwise",
+        flops_per_result_element(4.0),
+        differentiable=False,
     ),
     Operator(
         "DequantizeLinear",
-        linear_quantization,
+        linear_quantization_space,
         "elementwise",
-        per_result(2.0),
+        flops_per_result_element(2.0),
         differentiable=False,
     ),
     Operator(
         "DynamicQuantizeLinear",
         space_from_notation("*d! -> *d, ,"),
         "reduction",
-        per_result(6.0),
+        flops_per_result_element(6.0),
         differentiable=False,
     ),
 )
 
 
-def transformed_axis(signature: Signature) -> int:
+def dft_axis(signature: Signature) -> int:
     """Return the axis of a DFT, counted from the front. It is an attribute before opset 20, and a
     constant operand from opset 20 on.
     """
@@ -347,11 +371,11 @@ def _transform_flops(signature: Signature, space: Space) -> float:
     """
     if signature.node.op == "Det":
         return 2 / 3 * signature.operand(0).shape[-1] * signature.operand(0).elements
-    axis = 2 if signature.node.op == "STFT" else transformed_axis(signature)
+    axis = 2 if signature.node.op == "STFT" else dft_axis(signature)
     return 2.5 * signature.result().elements * math.log2(max(signature.result().shape[axis], 2))
 
 
-def _det(signature: Signature) -> Space:
+def _det_space(signature: Signature) -> Space:
     if signature.rank < 3:
         return unsplittable_space(signature)
     last = [signature.rank - 2, signature.rank - 1]
@@ -360,12 +384,12 @@ def _det(signature: Signature) -> Space:
     )
 
 
-def _dft(signature: Signature) -> Space:
-    return space_with_changed_axes(signature, [transformed_axis(signature), signature.rank - 1])
+def _dft_space(signature: Signature) -> Space:
+    return space_with_changed_axes(signature, [dft_axis(signature), signature.rank - 1])
 
 
 SPECTRAL = (
-    Operator("DFT", _dft, "elementwise", _transform_flops, static=(1, 2)),
+    Operator("DFT", _dft_space, "elementwise", _transform_flops, static=(1, 2)),
     Operator(
         "STFT",
         space_from_notation("d0 *1 -> d0 1 1 1"),
@@ -374,7 +398,7 @@ SPECTRAL = (
         keeps=("2",),
         static=(1, 3),
     ),
-    Operator("Det", _det, "elementwise", _transform_flops, keeps=("0", ">0")),
+    Operator("Det", _det_space, "elementwise", _transform_flops, keeps=("0", ">0")),
 )
 
 # Regions (r) can be split, because they are independent. Images (n) cannot, because each region may
@@ -401,12 +425,19 @@ REGIONS = (
         "RoiAlign",
         _ROI_ALIGN,
         "memory",
-        per_result(16.0),
+        flops_per_result_element(16.0),
         2.0,
         keeps=("0", "1", "2"),
         interpolation="avg",
     ),
-    Operator("MaxRoiPool", _ROI_POOL, "memory", per_result(16.0), 2.0, keeps=("0", "1", ">0")),
+    Operator(
+        "MaxRoiPool",
+        _ROI_POOL,
+        "memory",
+        flops_per_result_element(16.0),
+        2.0,
+        keeps=("0", "1", ">0"),
+    ),
     Operator(
         "NonMaxSuppression",
         unsplittable_space,
@@ -440,7 +471,7 @@ def _random_operator(
         name,
         notation,
         kind,
-        per_result(_FLOPS_PER_RANDOM_VALUE + cost),
+        flops_per_result_element(_FLOPS_PER_RANDOM_VALUE + cost),
         random=True,
         differentiable=False,
     )
@@ -463,18 +494,18 @@ def may_drop_elements(signature: Signature) -> bool:
 
 RANDOM = (
     replace(
-        _random_operator("Dropout", first_operand, 2),
+        _random_operator("Dropout", first_operand_space, 2),
         backward=2 / (_FLOPS_PER_RANDOM_VALUE + 2),
         keeps=("mask",),
         static=(1, 2),
         computable=(1, 2),
         differentiable=True,
     ),
-    _random_operator("Bernoulli", first_operand, 2),
+    _random_operator("Bernoulli", first_operand_space, 2),
     _random_operator("RandomUniform", space_from_notation("-> *x"), 2),
-    _random_operator("RandomUniformLike", first_operand, 2),
+    _random_operator("RandomUniformLike", first_operand_space, 2),
     _random_operator("RandomNormal", space_from_notation("-> *x"), 30),
-    _random_operator("RandomNormalLike", first_operand, 30),
+    _random_operator("RandomNormalLike", first_operand_space, 30),
     _random_operator("Multinomial", space_from_notation("b c! -> b 1"), 0, "reduction"),
 )
 

@@ -39,7 +39,7 @@ class LayerOperands:
     points: int | None = None
 
 
-def layers_of(signature: Signature) -> tuple[LayerOperands, LayerOperands, LayerOperands]:
+def layer_operands_of(signature: Signature) -> tuple[LayerOperands, LayerOperands, LayerOperands]:
     """Return the operand indices of three layers: the first layer, the second layer, and the gate
     that multiplies the result of the first layer. A node may lack the operands of the gate.
     """
@@ -93,7 +93,7 @@ def has_interleaved_gate_rows(signature: Signature) -> bool:
     return activation_of(signature) == "swiglu" and signature.node.integer("swiglu_fusion") == 1
 
 
-def mixture(signature: Signature) -> Space:
+def mixture_space(signature: Signature) -> Space:
     """Return the iteration space `*m 1, t 1, e& i& 1, e i, e 1 i, e 1 -> *m 1` (notation:
     `autopipe.ir.space`) of MoE and QMoE: tokens, scores, and weight and bias of two layers. For
     `autopipe.Experts`, two operands `t 1` take the place of the scores.
@@ -107,7 +107,7 @@ def mixture(signature: Signature) -> Space:
     _check_shapes(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
     tokens = "t" if signature.rank == 2 else f"({' '.join(lead)})"
-    first, second, gate = layers_of(signature)
+    first, second, gate = layer_operands_of(signature)
     fused = activation_of(signature) == "swiglu" and not signature.present(gate.weight)
     packed = signature.node.op == "QMoE"
     whole = packed or (fused and not has_interleaved_gate_rows(signature))
@@ -138,7 +138,7 @@ def _check_shapes(signature: Signature) -> None:
     (tokens, experts) = signature.operand(1).shape
     hidden = signature.operand(0).shape[-1]
     per = 8 // bits_of_experts(signature)
-    first, second, gate = layers_of(signature)
+    first, second, gate = layer_operands_of(signature)
     if signature.node.op == "Experts":
         experts = signature.operand(first.weight).shape[0]
     rows = signature.operand(second.weight).shape[2] * per
@@ -170,7 +170,7 @@ def _mixture_flops(signature: Signature, space: Space) -> float:
     """
     layers = [
         signature.operand(each.weight)
-        for each in layers_of(signature)
+        for each in layer_operands_of(signature)
         if signature.present(each.weight)
     ]
     per = 8 // bits_of_experts(signature)
@@ -179,7 +179,7 @@ def _mixture_flops(signature: Signature, space: Space) -> float:
     return 2.0 * tokens * experts_per_token(signature) * weights
 
 
-def _listed_experts(signature: Signature) -> Space:
+def _listed_experts_space(signature: Signature) -> Space:
     """Return the iteration space `t 1, t 1, t 1, 1 i&, 1 i, i 1, … -> t 1` (notation:
     `autopipe.ir.space`) of `autopipe.ListedExperts`: tokens t and hidden units i, with three
     matrices per expert. A split along i gives each device a shard of the hidden units of every
@@ -204,7 +204,7 @@ OPERATOR_DEFINITIONS = (
     *(
         Operator(
             f"{MICROSOFT_DOMAIN}{name}",
-            mixture,
+            mixture_space,
             "matmul",
             _mixture_flops,
             3.0,
@@ -214,11 +214,11 @@ OPERATOR_DEFINITIONS = (
         for name in ("MoE", "QMoE")
     ),
     Operator(
-        EXPERTS, mixture, "matmul", _mixture_flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0
+        EXPERTS, mixture_space, "matmul", _mixture_flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0
     ),
     Operator(
         LISTED_EXPERTS,
-        _listed_experts,
+        _listed_experts_space,
         "matmul",
         _listed_flops,
         3.0,

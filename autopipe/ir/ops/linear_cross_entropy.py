@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from autopipe.ir.ops.normalization import (
-    class_statistics,
+    class_loss_collectives,
     label_axis_mark,
     loss_reduction,
     may_weight_labels,
@@ -58,7 +58,7 @@ def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: 
     return block + narrow * labels * space.axis("k").size * width
 
 
-def _linear_cross_entropy(signature: Signature) -> Space:
+def _linear_cross_entropy_space(signature: Signature) -> Space:
     """Return the iteration space `n *d k!, n *d, 1, k! c&, c -> n *d` (notation:
     `autopipe.ir.space`): labels n and *d, features k and classes c. With a reduction, the result is
     a scalar.
@@ -75,23 +75,23 @@ def _linear_cross_entropy_flops(signature: Signature, space: Space) -> float:
     return (2.0 + 6.0 / space.axis("k").size) * space.points
 
 
-def _statistics(
+def _collectives(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[OperatorCollective, ...]:
-    """Return the collectives of a split loss, as `class_statistics` does."""
-    return class_statistics(signature, space, degrees, (0, WEIGHT_OPERAND, BIAS_OPERAND))
+    """Return the collectives of a split loss, as `class_loss_collectives` does."""
+    return class_loss_collectives(signature, space, degrees, (0, WEIGHT_OPERAND, BIAS_OPERAND))
 
 
 OPERATOR_DEFINITIONS = (
     Operator(
         LINEAR_CROSS_ENTROPY,
-        _linear_cross_entropy,
+        _linear_cross_entropy_space,
         "matmul",
         _linear_cross_entropy_flops,
         3.0,  # The recomputed matmul, and one matmul for each of two gradients.
         ("0", "rows"),
         mixes_samples=may_weight_labels,
-        statistics=_statistics,
+        statistics=_collectives,
         recomputes=1.0,
         loss=True,
         copied_weights=(WEIGHT_OPERAND,),

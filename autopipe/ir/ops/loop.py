@@ -53,7 +53,7 @@ class LoopPort:
         return [*inner] if self.axis is None else [*inner[: self.axis], None, *inner[self.axis :]]
 
 
-def body_of(node: Node) -> Graph:
+def loop_body(node: Node) -> Graph:
     """Return the body of a loop node."""
     assert node.body is not None, f"{node.op} has no body"
     return node.body
@@ -61,17 +61,17 @@ def body_of(node: Node) -> Graph:
 
 def operand_ports(node: Node) -> tuple[LoopPort, ...]:
     """Return the ports of the loop's operands, in order."""
-    body = body_of(node)
-    return _ports(node, "scan", [*body.inputs[1:], *(each.value for each in body.constants)])
+    body = loop_body(node)
+    return _loop_ports(node, "scan", [*body.inputs[1:], *(each.value for each in body.constants)])
 
 
 def result_ports(node: Node) -> tuple[LoopPort, ...]:
     """Return the ports of the loop's results, in order."""
-    body = body_of(node)
-    return _ports(node, "gather", [body.type_of(name) for name in body.outputs])
+    body = loop_body(node)
+    return _loop_ports(node, "gather", [body.type_of(name) for name in body.outputs])
 
 
-def _ports(node: Node, title: str, values: list[Value]) -> tuple[LoopPort, ...]:
+def _loop_ports(node: Node, title: str, values: list[Value]) -> tuple[LoopPort, ...]:
     """Return the ports of the operands (`title` "scan") or results (`title` "gather") of a loop.
     `values` are the corresponding values of the body.
     """
@@ -140,8 +140,8 @@ def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
     - its dimensions of the loop's operands and results have one common size, which is not 1
     - this size divides the sizes of all of its dimensions and axes
     """
-    body = body_of(node)
-    spaces = _body_spaces(body_of(node))
+    body = loop_body(node)
+    spaces = _body_spaces(loop_body(node))
     sets = _DimensionSets()
     whole = list[BodyDimension]()
     marks: dict[BodyDimension, tuple[int, str]] = {}
@@ -224,7 +224,7 @@ def _loop_space(signature: Signature) -> Space:
 
 def _loop_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of all iterations of a loop."""
-    body = body_of(signature.node)
+    body = loop_body(signature.node)
     flops = (
         OPERATORS[qualified_name(node)].flops(signature_of(body, node), own)
         for node, own in zip(body.nodes, _body_spaces(body), strict=True)

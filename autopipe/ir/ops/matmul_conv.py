@@ -1,7 +1,7 @@
 """Definitions of matmuls, convolutions, pooling and recurrent layers. Iteration spaces are written
 in the notation of `autopipe.ir.space`.
 
-Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv` and `pool`). Each
+Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv_space` and `pool_space`). Each
 device then receives the elements at the edges of its shard from its neighbours (halo exchange).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
-from autopipe.ir.ops.normalization import extreme_statistics
+from autopipe.ir.ops.normalization import extreme_collectives
 from autopipe.ir.ops.operator import (
     DimensionWords,
     Operator,
@@ -21,11 +21,11 @@ from autopipe.ir.ops.operator import (
     Signature,
     axis_names,
     broadcast_words,
-    joint_splits,
-    local_points,
-    per_point,
+    flops_per_point,
+    local_point_count,
     space_from_notation,
     space_from_words,
+    split_joint_axes,
     unindexed_words,
     window_of,
 )
@@ -50,7 +50,7 @@ def can_fuse_bias(product: Value, bias: Value) -> bool:
     )
 
 
-def matmul(signature: Signature) -> Space:
+def matmul_space(signature: Signature) -> Space:
     """Return the iteration space `*b m k+, *b k n -> *b m n` of a MatMul, with batch dimensions *b.
     Vectors and batch dimensions follow the rules of numpy.matmul.
     """
@@ -78,7 +78,7 @@ def batched_matmul_words(
     ]
 
 
-def gemm(signature: Signature) -> Space:
+def gemm_space(signature: Signature) -> Space:
     """Return the iteration space `m k, k n, *m *n -> m n` of a Gemm. Either matrix may be
     transposed. If k is split, only the first device along k adds the bias.
     """
@@ -137,7 +137,7 @@ def equation_of(signature: Signature) -> Equation:
     return Equation(operands, right)
 
 
-def einsum(signature: Signature) -> Space:
+def einsum_space(signature: Signature) -> Space:
     """Return the iteration space of an Einsum, with one axis per letter of the equation and one per
     dimension of the ellipsis.
 
@@ -198,7 +198,7 @@ def _quantized_matmul_space(signature: Signature, second: int, k: str) -> Space:
     return space_from_words(signature, [words[0], *between, words[1]], [words[2]])
 
 
-def _factor_flops(signature: Signature, space: Space) -> float:
+def _einsum_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of an Einsum: one per point of the iteration space and operand."""
     return float(space.points * max(len(signature.operands), 1))
 
@@ -206,9 +206,9 @@ def _factor_flops(signature: Signature, space: Space) -> float:
 MATMULS = (
     Operator(
         "MatMul",
-        matmul,
+        matmul_space,
         "matmul",
-        per_point(2.0),
+        flops_per_point(2.0),
         2.0,
         keeps=("0", "1"),
         weights=(0, 1),
@@ -219,9 +219,9 @@ MATMULS = (
     ),
     Operator(
         "Gemm",
-        gemm,
+        gemm_space,
         "matmul",
-        per_point(2.0),
+        flops_per_point(2.0),
         2.0,
         keeps=("0", "1"),
         weights=(0, 1),
@@ -232,9 +232,9 @@ MATMULS = (
     ),
     Operator(
         "Einsum",
-        einsum,
+        einsum_space,
         "matmul",
-        _factor_flops,
+        _einsum_flops,
         2.0,
         keeps=("*",),
         weights=(0, 1, 2),
@@ -246,14 +246,14 @@ MATMULS = (
         "MatMulInteger",
         lambda use: _quantized_matmul_space(use, 1, "k+"),
         "matmul",
-        per_point(2.0),
+        flops_per_point(2.0),
         differentiable=False,
     ),
     Operator(
         "QLinearMatMul",
         lambda use: _quantized_matmul_space(use, 3, "k"),
         "matmul",
-        per_point(2.0),
+        flops_per_point(2.0),
         differentiable=False,
     ),
 )
@@ -285,7 +285,7 @@ def spatial_window_words(
     return " ".join(read for read, _ in words), " ".join(written for _, written in words)
 
 
-def conv(signature: Signature) -> Space:
+def conv_space(signature: Signature) -> Space:
     """Return the iteration space `n (g c) *[o], (g m) c *k!, (g m) -> n (g m) *o` of a convolution.
     Each spatial position o of the result reads a window of the operand.
 
@@ -301,9 +301,9 @@ def conv(signature: Signature) -> Space:
     )
 
 
-def conv_transpose(signature: Signature) -> Space:
+def conv_transpose_space(signature: Signature) -> Space:
     """Return the iteration space `n (g c) *i!, (g c) m *k!, (g m) -> n (g m) *o!` of a transposed
-    convolution, with the letters of `conv`. The spatial axes i and o cannot be split.
+    convolution, with the letters of `conv_space`. The spatial axes i and o cannot be split.
     """
     weight = signature.operand(1).shape
     groups = signature.node.integer("group", 1)
@@ -314,7 +314,7 @@ def conv_transpose(signature: Signature) -> Space:
     )
 
 
-def conv_integer(signature: Signature) -> Space:
+def conv_integer_space(signature: Signature) -> Space:
     """Return the iteration space of a ConvInteger: that of a convolution whose spatial axes cannot
     be split, with zero points. If there is one zero point per output channel, the axes g and m
     index the zero points.
@@ -326,7 +326,7 @@ def conv_integer(signature: Signature) -> Space:
     return space_from_words(signature, tensors, ["n (g m) *o!"], **_channel_sizes(signature, 1))
 
 
-def conv_quantized(signature: Signature) -> Space:
+def conv_quantized_space(signature: Signature) -> Space:
     """Return the iteration space of a QLinearConv: that of a convolution with bias, whose spatial
     axes cannot be split. Scale, zero point and bias of the weights may have one element per output
     channel.
@@ -342,7 +342,7 @@ def conv_quantized(signature: Signature) -> Space:
     return space_from_words(signature, tensors, ["n (g m) *o!"], **extents)
 
 
-def deform_conv(signature: Signature) -> Space:
+def deform_conv_space(signature: Signature) -> Space:
     """Return the iteration space `n c! *i!, m c! *k!, n q! *o!, m, n r! *o! -> n m *o!` of a
     DeformConv: data, weights, offsets, bias and mask. The output channels m can be split if there
     is one group.
@@ -387,19 +387,19 @@ CONVOLUTION = (
             copied_weights=copied,
         )
         for name, notation, copied in (
-            ("Conv", conv, (1,)),
-            ("ConvTranspose", conv_transpose, ()),
+            ("Conv", conv_space, (1,)),
+            ("ConvTranspose", conv_transpose_space, ()),
         )
     ),
-    Operator("ConvInteger", conv_integer, "convolution", _conv_flops, differentiable=False),
-    Operator("QLinearConv", conv_quantized, "convolution", _conv_flops, differentiable=False),
+    Operator("ConvInteger", conv_integer_space, "convolution", _conv_flops, differentiable=False),
+    Operator("QLinearConv", conv_quantized_space, "convolution", _conv_flops, differentiable=False),
     Operator(
-        "DeformConv", deform_conv, "convolution", _conv_flops, 2.0, keeps=("*",), weights=(1,)
+        "DeformConv", deform_conv_space, "convolution", _conv_flops, 2.0, keeps=("*",), weights=(1,)
     ),
 )
 
 
-def pool(signature: Signature) -> Space:
+def pool_space(signature: Signature) -> Space:
     """Return the iteration space `n c *[o] -> n c *o` of a pooling. Each spatial position o of the
     result reads a window of the operand.
 
@@ -417,25 +417,25 @@ def pool(signature: Signature) -> Space:
     return space_from_words(signature, [f"{lead} {read}"], [f"{lead} {written}"], fill=fill)
 
 
-def _window_flops(signature: Signature, space: Space) -> float:
+def _window_pool_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of a pooling with windows: one per element of each window."""
     return float(signature.result().elements * math.prod(signature.node.integers("kernel_shape")))
 
 
-def _source_flops(signature: Signature, space: Space) -> float:
+def _global_pool_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of a pooling over all positions: one per element of the operand."""
     return float(signature.operand(0).elements)
 
 
 POOLING = (
-    Operator("MaxPool", pool, "reduction", _window_flops, 1.0, keeps=("0", "places")),
-    Operator("AveragePool", pool, "reduction", _window_flops, 1.0),
-    Operator("LpPool", pool, "reduction", _window_flops, 2.0, keeps=("0", ">0")),
+    Operator("MaxPool", pool_space, "reduction", _window_pool_flops, 1.0, keeps=("0", "places")),
+    Operator("AveragePool", pool_space, "reduction", _window_pool_flops, 1.0),
+    Operator("LpPool", pool_space, "reduction", _window_pool_flops, 2.0, keeps=("0", ">0")),
     Operator(
         "GlobalAveragePool",
         space_from_notation("n c *i~ -> n c *1"),
         "reduction",
-        _source_flops,
+        _global_pool_flops,
         1.0,
     ),
     Operator(
@@ -444,15 +444,15 @@ POOLING = (
             use, ["n c *i=" if use.operand(0).dtype.is_floating else "n c *i!"], ["n c *1"]
         ),
         "reduction",
-        _source_flops,
+        _global_pool_flops,
         keeps=("0", ">0"),
-        statistics=extreme_statistics,
+        statistics=extreme_collectives,
     ),
     Operator(
         "GlobalLpPool",
         space_from_notation("n c *i! -> n c *1"),
         "reduction",
-        _source_flops,
+        _global_pool_flops,
         2.0,
         keeps=("0", ">0"),
     ),
@@ -486,7 +486,7 @@ names.
 """
 
 
-def recurrent(signature: Signature) -> Space:
+def recurrent_space(signature: Signature) -> Space:
     """Return the iteration space of a recurrent layer with layout 0: `s! b i!, e! gh! i!, e! gh!
     k!, e! gates!, b, e! b k!, e! b h&, e! peepholes! -> s! e! b h&, e! b h&, e! b h&`. With layout
     1, b is the first dimension of the data and states.
@@ -548,7 +548,7 @@ def _recurrent_collectives(
     the outputs after their multiplication by this gate. Backward has one reduce-scatter per
     all-gather.
     """
-    axes = joint_splits(space, degrees)
+    axes = split_joint_axes(space, degrees)
     if not axes:
         return ()
     before_product = signature.node.op == "GRU" and not signature.node.integer(
@@ -558,7 +558,7 @@ def _recurrent_collectives(
     directions = space.axis("e").size
     times = directions * (steps - 1 + steps * before_product)
     size = (
-        local_points(space, degrees, "b")
+        local_point_count(space, degrees, "b")
         * space.axis("h").size
         * signature.operand(2).dtype.itemsize
     )
@@ -575,7 +575,7 @@ def _recurrent_collectives(
 RECURRENT = tuple(
     Operator(
         name,
-        recurrent,
+        recurrent_space,
         "recurrent",
         _recurrent_flops,
         2.0,

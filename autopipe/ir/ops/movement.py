@@ -11,23 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.ops.elementwise import first_operand
+from autopipe.ir.ops.elementwise import first_operand_space
 from autopipe.ir.ops.operator import (
     Integers,
     Operator,
     Range,
     Signature,
-    axes_of,
     axis_names,
     broadcast_words,
-    first_broadcast,
     mark_words,
+    move_first_by_broadcast,
+    move_through_reshape,
     nonnegative_axis,
     replace_words,
-    reshaped,
     space_along_axes,
     space_from_words,
     space_with_changed_axes,
+    stated_axes,
     unindexed_words,
     unsplittable_space,
 )
@@ -41,14 +41,14 @@ def transpose_permutation(signature: Signature) -> tuple[int, ...]:
     return signature.node.integers("perm", tuple(range(signature.rank - 1, -1, -1)))
 
 
-def _transpose(signature: Signature) -> Space:
+def _transpose_space(signature: Signature) -> Space:
     words = signature.words
     return space_from_words(
         signature, [words], [[words[axis] for axis in transpose_permutation(signature)]]
     )
 
 
-def _expand(signature: Signature) -> Space:
+def _expand_space(signature: Signature) -> Space:
     result = signature.result().shape
     words = axis_names(len(result))
     return space_from_words(
@@ -79,7 +79,7 @@ def slice_ranges(signature: Signature) -> tuple[tuple[int, int, int], ...]:
     return tuple(taken)
 
 
-def _slice(signature: Signature) -> Space:
+def _slice_space(signature: Signature) -> Space:
     shape = signature.operand(0).shape
     return space_with_changed_axes(
         signature,
@@ -98,21 +98,21 @@ def pad_widths(signature: Signature) -> tuple[tuple[int, int], ...]:
     flat = (
         signature.node.integers("pads") if signature.constant(1) is None else signature.integers(1)
     )
-    axes = axes_of(signature, 3) or tuple(range(signature.rank))
+    axes = stated_axes(signature, 3) or tuple(range(signature.rank))
     pads = [(0, 0)] * signature.rank
     for position, axis in enumerate(axes):
         pads[axis] = (flat[position], flat[position + len(axes)])
     return tuple(pads)
 
 
-def _tile(signature: Signature) -> Space:
+def _resized_space(signature: Signature) -> Space:
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
     return space_with_changed_axes(
         signature, [axis for axis, (before, after) in enumerate(shapes) if before != after]
     )
 
 
-def _depth_and_space(signature: Signature) -> Space:
+def _depth_to_space_space(signature: Signature) -> Space:
     """Return the iteration space of DepthToSpace or SpaceToDepth, which converts between `b (c r!
     s!) h w` and `b c (h r!) (w s!)`, with r and s of the block size. In mode DCR, the channels are
     (r! s! c).
@@ -124,20 +124,20 @@ def _depth_and_space(signature: Signature) -> Space:
     return space_from_words(signature, source, result, r=block, s=block)
 
 
-def _reverse_sequence(signature: Signature) -> Space:
+def _reverse_sequence_space(signature: Signature) -> Space:
     words = signature.words
     time = signature.node.integer("time_axis")
     batch = signature.node.integer("batch_axis", 1)
     return space_from_words(signature, [mark_words(words, [time], "!"), [words[batch]]], [words])
 
 
-def _col2im(signature: Signature) -> Space:
+def _col2im_space(signature: Signature) -> Space:
     return space_from_words(
         signature, ["b (c k!) 1"], ["b c *1"], k=math.prod(signature.integers(2))
     )
 
 
-def _compress(signature: Signature) -> Space:
+def _compress_space(signature: Signature) -> Space:
     return (
         space_with_changed_axes(signature, [signature.axis()])
         if signature.node.has("axis")
@@ -145,7 +145,9 @@ def _compress(signature: Signature) -> Space:
     )
 
 
-def _concatenated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_concat(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return `array` at its position in the result of a Concat, with -1 elsewhere (see `Move`)."""
     axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
     start = sum(signature.operand(before).shape[axis] for before in range(slot))
@@ -154,7 +156,9 @@ def _concatenated(signature: Signature, slot: int, result: int, array: Integers)
     return joined
 
 
-def _divided(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_split(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return the part of `array` that one result of a Split contains (see `Move`)."""
     if slot:
         return None
@@ -165,7 +169,9 @@ def _divided(signature: Signature, slot: int, result: int, array: Integers) -> I
     return np.take(array, np.arange(start, start + extent), axis)
 
 
-def _sliced(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_slice(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return the part of `array` that a Slice takes (see `Move`)."""
     if slot:
         return None
@@ -174,7 +180,9 @@ def _sliced(signature: Signature, slot: int, result: int, array: Integers) -> In
     return array
 
 
-def _padded(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_pad(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return `array` with -1 at the positions that a Pad adds, or None if the pads are not known or
     copy elements (see `Move`).
     """
@@ -194,7 +202,9 @@ def _padded(signature: Signature, slot: int, result: int, array: Integers) -> In
     return np.pad(array, widths, constant_values=-1)
 
 
-def _repeated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_tile(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return `array` repeated as a Tile repeats its operand (see `Move`)."""
     if slot:
         return None
@@ -202,32 +212,41 @@ def _repeated(signature: Signature, slot: int, result: int, array: Integers) -> 
     return np.tile(array, [extent // part for extent, part in shapes])
 
 
-def _transposed(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_transpose(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return `array` with the dimensions in the order of a Transpose's result (see `Move`)."""
     return None if slot else array.transpose(transpose_permutation(signature))
 
 
 MOVEMENT = (
     Operator(
-        "Identity", first_operand, "view", same_elements=True, linear="together", moved=reshaped
+        "Identity",
+        first_operand_space,
+        "view",
+        same_elements=True,
+        linear="together",
+        moved=move_through_reshape,
     ),
-    Operator("Transpose", _transpose, "view", linear="together", moved=_transposed),
+    Operator(
+        "Transpose", _transpose_space, "view", linear="together", moved=_move_through_transpose
+    ),
     Operator(
         "Expand",
-        _expand,
+        _expand_space,
         "view",
         static=(1,),
         shaping=(1,),
         sizes=(1,),
         linear="together",
-        moved=first_broadcast,
+        moved=move_first_by_broadcast,
     ),
     Operator(
         "Concat",
         lambda use: space_with_changed_axes(use, [use.axis()], len(use.operands)),
         "memory",
         linear="together",
-        moved=_concatenated,
+        moved=_move_through_concat,
     ),
     Operator(
         "Split",
@@ -237,16 +256,16 @@ MOVEMENT = (
         shaping=(1,),
         sizes=(1,),
         linear="together",
-        moved=_divided,
+        moved=_move_through_split,
     ),
     Operator(
         "Slice",
-        _slice,
+        _slice_space,
         "view",
         static=(1, 2, 3, 4),
         sizes=(1, 2, 3, 4),
         linear="together",
-        moved=_sliced,
+        moved=_move_through_slice,
     ),
     Operator(
         "Pad",
@@ -254,13 +273,21 @@ MOVEMENT = (
         "memory",
         static=(1, 2, 3),
         linear="together",
-        moved=_padded,
+        moved=_move_through_pad,
     ),
-    Operator("Tile", _tile, "memory", static=(1,), sizes=(1,), linear="together", moved=_repeated),
-    Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
-    Operator("DepthToSpace", _depth_and_space, "memory"),
-    Operator("SpaceToDepth", _depth_and_space, "memory"),
-    Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",), reads_axis=True),
+    Operator(
+        "Tile",
+        _resized_space,
+        "memory",
+        static=(1,),
+        sizes=(1,),
+        linear="together",
+        moved=_move_through_tile,
+    ),
+    Operator("CenterCropPad", _resized_space, "memory", static=(1,), shaping=(1,)),
+    Operator("DepthToSpace", _depth_to_space_space, "memory"),
+    Operator("SpaceToDepth", _depth_to_space_space, "memory"),
+    Operator("ReverseSequence", _reverse_sequence_space, "memory", keeps=("1",), reads_axis=True),
     # The last two dimensions are marked `&`: each device derives the indices of its rows and
     # columns from its coordinates.
     Operator(
@@ -269,12 +296,12 @@ MOVEMENT = (
         "memory",
         static=(1,),
     ),
-    Operator("Compress", _compress, "memory", static=(1,), computable=(1,)),
-    Operator("Col2Im", _col2im, "memory", static=(1, 2)),
+    Operator("Compress", _compress_space, "memory", static=(1,), computable=(1,)),
+    Operator("Col2Im", _col2im_space, "memory", static=(1, 2)),
 )
 
 
-def _gather(signature: Signature) -> Space:
+def _gather_space(signature: Signature) -> Space:
     """Return the iteration space `a v& b, i -> a i b` of a Gather: i are the indices into v, the
     dimension `axis` of the table.
 
@@ -307,7 +334,7 @@ def _words_of_equal_dimensions(signature: Signature) -> list[str]:
     return replace_words(signature.words, apart)
 
 
-def _gather_elements(signature: Signature) -> Space:
+def _gather_elements_space(signature: Signature) -> Space:
     """Return the iteration space of a GatherElements. If the table is split along the gathered
     dimension v, a device returns the elements of its own shard, and zeros for all others; the
     results are added.
@@ -320,12 +347,12 @@ def _gather_elements(signature: Signature) -> Space:
     return space_from_words(signature, [table, picked], [picked])
 
 
-def _scatter_elements(signature: Signature) -> Space:
+def _scatter_elements_space(signature: Signature) -> Space:
     table = _words_of_equal_dimensions(signature)
     return space_from_words(signature, [table, table, table], [table])
 
 
-def _gather_nd(signature: Signature) -> Space:
+def _gather_nd_space(signature: Signature) -> Space:
     """Return the iteration space `b 1 t, b i 1 -> b i t` of a GatherND: batch b, positions i of the
     indices, and remaining dimensions t. The last dimension of the indices has one index for each
     dimension of the data that is not indexed.
@@ -344,7 +371,7 @@ def _gather_nd(signature: Signature) -> Space:
     )
 
 
-def _scatter_nd(signature: Signature) -> Space:
+def _scatter_nd_space(signature: Signature) -> Space:
     """Return the iteration space `1 t, 1 1, 1 t -> 1 t` of a ScatterND: only the dimensions t,
     which the indices do not address, have axes.
     """
@@ -359,7 +386,7 @@ def _scatter_nd(signature: Signature) -> Space:
     )
 
 
-def _one_hot(signature: Signature) -> Space:
+def _one_hot_space(signature: Signature) -> Space:
     """Return the iteration space `*i, 1, 1 -> *i v&` of a OneHot. If the classes v are split, each
     device derives the range of its classes from its coordinate.
     """
@@ -369,7 +396,7 @@ def _one_hot(signature: Signature) -> Space:
     return space_from_words(signature, [words], [[*words[:axis], "v&", *words[axis:]]])
 
 
-def _tensor_scatter(signature: Signature) -> Space:
+def _tensor_scatter_space(signature: Signature) -> Space:
     """Return the iteration space of a TensorScatter, which writes an update into a cache at one
     position per sample. No axis indexes the dimension of the positions.
     """
@@ -379,7 +406,7 @@ def _tensor_scatter(signature: Signature) -> Space:
     )
 
 
-def _axis_range(signature: Signature, slot: int) -> Range | None:
+def _axis_index_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of operand 1, the indices along the dimension `axis` of operand 0; None for
     other operands. A negative index counts from the end.
     """
@@ -390,18 +417,18 @@ def _axis_range(signature: Signature, slot: int) -> Range | None:
     return -extent, extent
 
 
-def _row_range(signature: Signature, slot: int) -> Range | None:
+def _gather_index_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of operand 1 of a Gather, the indices; None for other operands. Indices into
     an embedding table, a floating-point matrix that is indexed along its first axis, are assumed to
     be nonnegative.
     """
-    found = _axis_range(signature, slot)
+    found = _axis_index_range(signature, slot)
     table = signature.operand(0)
     embeds = len(table.shape) == 2 and table.dtype.is_floating and signature.axis() == 0
     return (0, found[1]) if found is not None and embeds else found
 
 
-def _element_range(signature: Signature, slot: int) -> Range | None:
+def _gather_nd_index_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of operand 1 of a GatherND or ScatterND, the indices, with one bound per
     dimension that they address; None for other operands.
     """
@@ -413,7 +440,7 @@ def _element_range(signature: Signature, slot: int) -> Range | None:
     return np.broadcast_to(-extents, shape), np.broadcast_to(extents, shape)
 
 
-def _cache_range(signature: Signature, slot: int) -> Range | None:
+def _cache_position_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of operand 2 of a TensorScatter: the positions at which an update fits into
     the cache; None for other operands.
     """
@@ -423,7 +450,7 @@ def _cache_range(signature: Signature, slot: int) -> Range | None:
     return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
 
 
-def _class_range(signature: Signature, slot: int) -> Range | None:
+def _one_hot_class_range(signature: Signature, slot: int) -> Range | None:
     """Return the range of operand 0 of a OneHot, the classes; None for other operands, or if the
     number of classes is not constant.
     """
@@ -431,7 +458,9 @@ def _class_range(signature: Signature, slot: int) -> Range | None:
     return None if slot or depth is None else (0, int(depth.reshape(-1)[0]))
 
 
-def _gathered(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def _move_through_gather(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return the elements of `array` that a Gather with constant indices takes, or None if its
     indices are not constant (see `Move`). Exporters write `x[:, 3]` as such a Gather.
     """
@@ -445,7 +474,7 @@ def _gathered(signature: Signature, slot: int, result: int, array: Integers) -> 
 INDEXING = (
     Operator(
         "Gather",
-        _gather,
+        _gather_space,
         "memory",
         keeps=("1",),
         weights=(0,),
@@ -453,37 +482,53 @@ INDEXING = (
         finite_at=((1, 0),),
         layer_weights=(0,),
         lookup=True,
-        index_range=_row_range,
-        moved=_gathered,
+        index_range=_gather_index_range,
+        moved=_move_through_gather,
     ),
     Operator(
         "GatherElements",
-        _gather_elements,
+        _gather_elements_space,
         "memory",
         keeps=("1",),
         finite_at=((1, 0),),
-        index_range=_axis_range,
+        index_range=_axis_index_range,
     ),
     Operator(
         "GatherND",
-        _gather_nd,
+        _gather_nd_space,
         "memory",
         keeps=("1",),
         finite_at=((1, 0),),
-        index_range=_element_range,
+        index_range=_gather_nd_index_range,
     ),
-    Operator("Scatter", _scatter_elements, "memory", keeps=("1",), index_range=_axis_range),
-    Operator("ScatterElements", _scatter_elements, "memory", keeps=("1",), index_range=_axis_range),
-    Operator("ScatterND", _scatter_nd, "memory", keeps=("1",), index_range=_element_range),
-    Operator("TensorScatter", _tensor_scatter, "memory", keeps=("2",), index_range=_cache_range),
+    Operator(
+        "Scatter", _scatter_elements_space, "memory", keeps=("1",), index_range=_axis_index_range
+    ),
+    Operator(
+        "ScatterElements",
+        _scatter_elements_space,
+        "memory",
+        keeps=("1",),
+        index_range=_axis_index_range,
+    ),
+    Operator(
+        "ScatterND", _scatter_nd_space, "memory", keeps=("1",), index_range=_gather_nd_index_range
+    ),
+    Operator(
+        "TensorScatter",
+        _tensor_scatter_space,
+        "memory",
+        keeps=("2",),
+        index_range=_cache_position_range,
+    ),
     Operator(
         "OneHot",
-        _one_hot,
+        _one_hot_space,
         "memory",
         keeps=("0",),
         static=(1,),
         shaping=(1,),
-        index_range=_class_range,
+        index_range=_one_hot_class_range,
     ),
     Operator(
         "NonZero", unsplittable_space, "memory", static=(0,), computable=(0,), differentiable=False
@@ -526,7 +571,9 @@ def reshape_space(signature: Signature) -> Space:
     return space_from_words(signature, [left], [right], **extents)
 
 
-def _regrouping(name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...] = ()) -> Operator:
+def _reshape_operator(
+    name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...] = ()
+) -> Operator:
     """Return the definition of an operator that changes only the shape of its operand. `shape` has
     the indices of operands that determine the new shape, and `sizes` those that contain its sizes.
     """
@@ -539,15 +586,15 @@ def _regrouping(name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...]
         sizes=sizes,
         same_elements=True,
         linear="together",
-        moved=reshaped,
+        moved=move_through_reshape,
     )
 
 
 REGROUP = (
-    _regrouping("Reshape", sizes=(1,)),
-    _regrouping("Flatten", ()),
-    _regrouping("Squeeze"),
-    _regrouping("Unsqueeze"),
+    _reshape_operator("Reshape", sizes=(1,)),
+    _reshape_operator("Flatten", ()),
+    _reshape_operator("Squeeze"),
+    _reshape_operator("Unsqueeze"),
 )
 
 
@@ -633,7 +680,7 @@ _ALLOWED_ATTRIBUTE_TEXTS = {
 """Allowed values of the text attributes of Resize."""
 
 
-def resize(signature: Signature) -> Space:
+def resize_space(signature: Signature) -> Space:
     """Return the iteration space `*d i! -> *d o!` of a Resize or Upsample: the axes i and o that it
     changes cannot be split. Raise ModelError if a text attribute has a value that ONNX does not
     define.
@@ -667,10 +714,16 @@ def _resize_flops(signature: Signature, space: Space) -> float:
 
 RESIZE = (
     Operator(
-        "Resize", resize, "memory", _resize_flops, 1.0, static=(1, 2, 3), interpolation="nearest"
+        "Resize",
+        resize_space,
+        "memory",
+        _resize_flops,
+        1.0,
+        static=(1, 2, 3),
+        interpolation="nearest",
     ),
     Operator(
-        "Upsample", resize, "memory", _resize_flops, 1.0, static=(1,), interpolation="nearest"
+        "Upsample", resize_space, "memory", _resize_flops, 1.0, static=(1,), interpolation="nearest"
     ),
 )
 

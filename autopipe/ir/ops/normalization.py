@@ -15,20 +15,20 @@ from autopipe.ir.ops.operator import (
     Signature,
     Statistics,
     all_reduces_of_statistics,
-    axes_of,
     broadcast_words,
     bytes_per_statistic,
-    joint_splits,
-    local_points,
+    collectives_per_row,
+    flops_per_result_element,
+    local_point_count,
     mark_words,
-    no_statistics,
+    no_collectives,
     nonnegative_axis,
-    per_result,
-    per_row,
     replace_words,
     space_along_axes,
     space_from_notation,
     space_from_words,
+    split_joint_axes,
+    stated_axes,
 )
 from autopipe.ir.space import Space
 
@@ -44,7 +44,7 @@ def uses_batch_statistics(signature: Signature) -> bool:
     return any(value is not None for value in signature.results[1:])
 
 
-def batch_norm(signature: Signature) -> Space:
+def batch_norm_space(signature: Signature) -> Space:
     """Return the iteration space `n c *i, c, c, c, c -> n c *i, c, c` of a BatchNormalization:
     batch n, channels c, positions *i. In training mode, n and *i are marked `=`, because the
     statistics are those of all devices.
@@ -61,7 +61,7 @@ def normalized_axes(signature: Signature) -> range:
     return range(signature.axis(-1), signature.rank)
 
 
-def layer_norm(signature: Signature) -> Space:
+def layer_norm_space(signature: Signature) -> Space:
     """Return the iteration space `*b *x=, *x, *x -> *b *x, *b 1, *b 1` of a layer norm or RMS norm,
     which normalizes over *x. The operands are the data, scale and bias; further results are
     statistics.
@@ -78,7 +78,7 @@ def layer_norm(signature: Signature) -> Space:
     )
 
 
-def group_norm(signature: Signature) -> Space:
+def group_norm_space(signature: Signature) -> Space:
     """Return the iteration space `n (g c=) *i=, (g c), (g c) -> n (g c) *i` of a
     GroupNormalization: batch n, groups g, channels c per group, positions *i. Before opset 21,
     scale and bias have one element per group.
@@ -91,7 +91,7 @@ def group_norm(signature: Signature) -> Space:
     )
 
 
-def variance_axes(signature: Signature) -> tuple[int, ...]:
+def mean_variance_axes(signature: Signature) -> tuple[int, ...]:
     """Return the axes over which a MeanVarianceNormalization normalizes, counted from the front."""
     return tuple(
         nonnegative_axis(axis, signature.rank)
@@ -108,33 +108,33 @@ def softmax_axes(signature: Signature) -> range:
     return range(signature.axis(-1), signature.axis(-1) + 1)
 
 
-def _softmax(signature: Signature) -> Space:
+def _softmax_space(signature: Signature) -> Space:
     return space_along_axes(
         signature, softmax_axes(signature), "!" if signature.node.op == "Hardmax" else "&"
     )
 
 
 BYTES_OF_MOMENTS = (), (2,), (16,)
-"""Arguments of `per_row` for norms with a mean: per row, forward reduces the mean and the second
+"""Arguments of `collectives_per_row` for norms with a mean: per row, forward reduces the mean and the second
 moment in double precision (16 bytes), and backward reduces two sums.
 """
 BYTES_OF_NORM = (1,), (1,)
-"""Arguments of `per_row` for norms without a mean: per row, forward reduces a sum of squares or
+"""Arguments of `collectives_per_row` for norms without a mean: per row, forward reduces a sum of squares or
 absolute values, and backward reduces one sum.
 """
-_MOMENTS = per_row(*BYTES_OF_MOMENTS)
-_NORM = per_row(*BYTES_OF_NORM)
-_SOFTMAX = per_row((1, 1), (1,))
+_MOMENTS = collectives_per_row(*BYTES_OF_MOMENTS)
+_NORM = collectives_per_row(*BYTES_OF_NORM)
+_SOFTMAX = collectives_per_row((1, 1), (1,))
 """Collectives of a split softmax: per row, forward reduces the maximum and the sum, and backward
 one sum.
 """
-extreme_statistics = per_row((1,), (2,))
+extreme_collectives = collectives_per_row((1,), (2,))
 """Collectives of a split maximum or minimum: per row, forward reduces the maximum or minimum.
 Backward reduces a sum, and the number of elements that equal the maximum or minimum.
 """
 
 
-def _normalization(
+def _normalization_operator(
     name: str,
     notation: Callable[[Signature], Space],
     cost: float,
@@ -148,7 +148,7 @@ def _normalization(
     `mixes` the field `mixes_samples`. `affine` has the operand indices of scale and bias, and
     `weights` those of all weights of the layer, if there are others.
     """
-    flops = per_result(cost)
+    flops = flops_per_result_element(cost)
     return Operator(
         name,
         notation,
@@ -164,42 +164,42 @@ def _normalization(
 
 
 NORMALIZATION = (
-    _normalization(
+    _normalization_operator(
         "BatchNormalization",
-        batch_norm,
+        batch_norm_space,
         4.0,
         mixes=uses_batch_statistics,
         weights=(1, 2, 3, 4),
         affine=(1, 2),
     ),
-    _normalization("LayerNormalization", layer_norm, 8.0, affine=(1, 2)),
-    _normalization("RMSNormalization", layer_norm, 5.0, _NORM, affine=(1,)),
-    _normalization("SimplifiedLayerNormalization", layer_norm, 5.0, _NORM),
-    _normalization("GroupNormalization", group_norm, 8.0, affine=(1, 2)),
-    _normalization(
+    _normalization_operator("LayerNormalization", layer_norm_space, 8.0, affine=(1, 2)),
+    _normalization_operator("RMSNormalization", layer_norm_space, 5.0, _NORM, affine=(1,)),
+    _normalization_operator("SimplifiedLayerNormalization", layer_norm_space, 5.0, _NORM),
+    _normalization_operator("GroupNormalization", group_norm_space, 8.0, affine=(1, 2)),
+    _normalization_operator(
         "InstanceNormalization", space_from_notation("n c *i=, c, c -> n c *i"), 8.0, affine=(1, 2)
     ),
-    _normalization(
+    _normalization_operator(
         "MeanVarianceNormalization",
-        lambda signature: space_along_axes(signature, variance_axes(signature), "="),
+        lambda signature: space_along_axes(signature, mean_variance_axes(signature), "="),
         7.0,
-        mixes=lambda signature: 0 in variance_axes(signature),
+        mixes=lambda signature: 0 in mean_variance_axes(signature),
     ),
-    _normalization(
+    _normalization_operator(
         "LpNormalization",
         lambda signature: space_along_axes(signature, [signature.axis(-1)], "="),
         4.0,
         _NORM,
     ),
-    _normalization(
-        "LRN", lambda signature: space_along_axes(signature, [1], "!"), 12.0, no_statistics
+    _normalization_operator(
+        "LRN", lambda signature: space_along_axes(signature, [1], "!"), 12.0, no_collectives
     ),
     *(
         Operator(
             name,
-            _softmax,
+            _softmax_space,
             "normalization",
-            per_result(5.0),
+            flops_per_result_element(5.0),
             1.0,
             (">0",),
             statistics=_SOFTMAX,
@@ -215,7 +215,7 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
     """Return the axes of a Reduce operator in ascending order. If the node states none, return all
     axes, or () if the attribute `noop_with_empty_axes` is set.
     """
-    if given := axes_of(signature, 1):
+    if given := stated_axes(signature, 1):
         return tuple(sorted(set(given)))
     return () if signature.node.integer("noop_with_empty_axes") else tuple(range(signature.rank))
 
@@ -243,14 +243,14 @@ def _cumulative_space(signature: Signature) -> Space:
     return space_along_axes(signature, [cumulative_axis(signature)], "!")
 
 
-def _top_k(signature: Signature) -> Space:
+def _top_k_space(signature: Signature) -> Space:
     axis = [signature.axis(-1)]
     return space_from_words(
         signature, [mark_words(signature.words, axis, "!")], [replace_words(signature.words, axis)]
     )
 
 
-def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
+def _flops_per_operand_element(coefficient: float) -> Callable[[Signature, Space], float]:
     """Return a function for `Operator.flops`: `coefficient` FLOPs per element of operand 0."""
     return lambda signature, space: coefficient * signature.operand(0).elements
 
@@ -260,7 +260,7 @@ def _reduce_operator(
     mark: str,
     cost: float = 1.0,
     keeps: tuple[str, ...] = (),
-    statistics: Statistics = no_statistics,
+    statistics: Statistics = no_collectives,
     *,
     neutral: float = 0.0,
     linear: str = "",
@@ -274,7 +274,7 @@ def _reduce_operator(
         name,
         lambda signature: _reduction_space(signature, reduced_axes(signature), mark),
         "reduction",
-        _per_operand(cost),
+        _flops_per_operand_element(cost),
         keeps=keeps,
         static=(1,),
         statistics=statistics,
@@ -285,7 +285,7 @@ def _reduce_operator(
     )
 
 
-def _index_operator(name: str, neutral: float) -> Operator:
+def _arg_extreme_operator(name: str, neutral: float) -> Operator:
     """Return the definition of ArgMax or ArgMin. If the axis is split, devices exchange the maximum
     or minimum of each row, and then its 64-bit index. `neutral` is a field of `Operator`.
     """
@@ -293,10 +293,10 @@ def _index_operator(name: str, neutral: float) -> Operator:
         name,
         lambda signature: _reduction_space(signature, (signature.axis(),), "="),
         "reduction",
-        _per_operand(1.0),
+        _flops_per_operand_element(1.0),
         0.0,
         differentiable=False,
-        statistics=per_row((1,), (), (8,)),
+        statistics=collectives_per_row((1,), (), (8,)),
         neutral=neutral,
         reads_axis=True,
     )
@@ -308,18 +308,18 @@ REDUCTION = (
     _reduce_operator("ReduceL1", "+", 2.0, keeps=("0",)),
     _reduce_operator("ReduceSumSquare", "+", 2.0, keeps=("0",)),
     _reduce_operator("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_NORM),
-    _reduce_operator("ReduceMax", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=-math.inf),
-    _reduce_operator("ReduceMin", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=math.inf),
+    _reduce_operator("ReduceMax", "=", 1.0, ("0", ">0"), extreme_collectives, neutral=-math.inf),
+    _reduce_operator("ReduceMin", "=", 1.0, ("0", ">0"), extreme_collectives, neutral=math.inf),
     _reduce_operator("ReduceProd", "!", keeps=("0", ">0"), neutral=1.0),
     _reduce_operator("ReduceLogSum", "=", statistics=_NORM, finite_at=((0, 1),)),
     _reduce_operator("ReduceLogSumExp", "=", 6.0, ("0", ">0"), _SOFTMAX, neutral=-math.inf),
-    _index_operator("ArgMax", -math.inf),
-    _index_operator("ArgMin", math.inf),
+    _arg_extreme_operator("ArgMax", -math.inf),
+    _arg_extreme_operator("ArgMin", math.inf),
     Operator(
         "CumSum",
         _cumulative_space,
         "reduction",
-        _per_operand(1.0),
+        _flops_per_operand_element(1.0),
         1.0,
         static=(1,),
         neutral=0.0,
@@ -329,7 +329,7 @@ REDUCTION = (
         "CumProd",
         _cumulative_space,
         "reduction",
-        _per_operand(1.0),
+        _flops_per_operand_element(1.0),
         2.0,
         keeps=("0", ">0"),
         static=(1,),
@@ -337,16 +337,18 @@ REDUCTION = (
     ),
     Operator(
         "TopK",
-        _top_k,
+        _top_k_space,
         "reduction",
-        _per_operand(4.0),
+        _flops_per_operand_element(4.0),
         1.0,
         keeps=(">1",),
         static=(1,),
         sizes=(1,),
         reads_axis=True,
     ),
-    Operator("Hardmax", _softmax, "reduction", backward=0.0, differentiable=False, reads_axis=True),
+    Operator(
+        "Hardmax", _softmax_space, "reduction", backward=0.0, differentiable=False, reads_axis=True
+    ),
 )
 
 
@@ -374,7 +376,7 @@ def label_axis_mark(signature: Signature) -> str:
     ]
 
 
-def class_loss(signature: Signature) -> Space:
+def class_loss_space(signature: Signature) -> Space:
     """Return the iteration space `n c *d, n *d, 1 -> n *d` of a loss over classes c: scores, labels
     and class weights. With a reduction, the first result is a scalar. The second result,
     log-probabilities, is `n c *d`.
@@ -398,19 +400,19 @@ def label_axes(signature: Signature) -> tuple[str, ...]:
     return ("n", *(f"d{axis}" for axis in range(len(signature.operand(1).shape) - 1)))
 
 
-def _weight_statistics(
+def _label_weight_collectives(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[OperatorCollective, ...]:
     """Return the all-reduce that adds up the weights of the labels; () if the axes of the labels
     are not split or not joint.
     """
-    axes = joint_splits(space, degrees, label_axes(signature))
+    axes = split_joint_axes(space, degrees, label_axes(signature))
     return all_reduces_of_statistics(
         axes, 1, (bytes_per_statistic(signature.operand(0).dtype),), ()
     )
 
 
-def class_statistics(
+def class_loss_collectives(
     signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
 ) -> tuple[OperatorCollective, ...]:
     """Return the collectives of a loss over classes. If the classes are split, forward reduces the
@@ -419,11 +421,11 @@ def class_statistics(
     `OperatorCollective`.
     """
     width = bytes_per_statistic(signature.operand(0).dtype)
-    labels = local_points(space, degrees, label_axes(signature))
+    labels = local_point_count(space, degrees, label_axes(signature))
     classes = all_reduces_of_statistics(
-        joint_splits(space, degrees, "c"), labels, (width, width), (width,), through
+        split_joint_axes(space, degrees, "c"), labels, (width, width), (width,), through
     )
-    return (*classes, *_weight_statistics(signature, space, degrees))
+    return (*classes, *_label_weight_collectives(signature, space, degrees))
 
 
 def _label_range(signature: Signature, slot: int) -> Range | None:
@@ -436,24 +438,24 @@ def _label_range(signature: Signature, slot: int) -> Range | None:
 LOSSES = (
     Operator(
         "SoftmaxCrossEntropyLoss",
-        class_loss,
+        class_loss_space,
         "normalization",
-        _per_operand(6.0),
+        _flops_per_operand_element(6.0),
         keeps=("probabilities",),
         mixes_samples=may_weight_labels,
-        statistics=class_statistics,
+        statistics=class_loss_collectives,
         loss=True,
         finite_at=((1, 0),),
         index_range=_label_range,
     ),
     Operator(
         "NegativeLogLikelihoodLoss",
-        class_loss,
+        class_loss_space,
         "reduction",
         lambda signature, space: 2.0 * signature.operand(1).elements,
         keeps=("1",),
         mixes_samples=may_weight_labels,
-        statistics=_weight_statistics,
+        statistics=_label_weight_collectives,
         loss=True,
         finite_at=((1, 0),),
         index_range=_label_range,

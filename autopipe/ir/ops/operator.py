@@ -40,7 +40,7 @@ class OperatorCollective:
     through: tuple[int, ...] = (0,)
 
 
-def joint_splits(
+def split_joint_axes(
     space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None
 ) -> tuple[str, ...]:
     """Return the names of the split axes of a joint kind, in which devices exchange statistics. If
@@ -54,7 +54,7 @@ def joint_splits(
     )
 
 
-def local_points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
+def local_point_count(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
     """Return the number of points of the axes `names` on one device: the product of the axis sizes,
     divided by the split degrees.
     """
@@ -263,27 +263,29 @@ def no_index_range(signature: Signature, slot: int) -> Range | None:
     return None
 
 
-def reshaped(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+def move_through_reshape(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
     """Return the array of the first operand in the shape of the result; None for other operands
     (see `Move`).
     """
     return None if slot else array.reshape(signature.result(result).shape)
 
 
-def broadcast_to_result(
+def move_by_broadcast(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
     """Return the array of an operand, broadcast to the shape of the result (see `Move`)."""
     return np.broadcast_to(array, signature.result(result).shape)
 
 
-def first_broadcast(
+def move_first_by_broadcast(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
     """Return the array of the first operand, broadcast to the shape of the result; None for other
     operands (see `Move`).
     """
-    return None if slot else broadcast_to_result(signature, slot, result, array)
+    return None if slot else move_by_broadcast(signature, slot, result, array)
 
 
 Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[OperatorCollective, ...]]
@@ -292,14 +294,14 @@ collectives inside the operator.
 """
 
 
-def no_statistics(
+def no_collectives(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[OperatorCollective, ...]:
     """Return (): the operator contains no collective (see `Statistics`)."""
     return ()
 
 
-def per_row(
+def collectives_per_row(
     forward: Sequence[int],
     backward: Sequence[int],
     fixed: Sequence[int] = (),
@@ -320,11 +322,11 @@ def per_row(
         told = [width * count for count in forward]
         back = [width * count for count in backward]
         axes = {name for dimension in space.operands[0] or () for name in dimension}
-        rows = local_points(
+        rows = local_point_count(
             space, degrees, (name for name in axes if not space.axis(name).kind.is_joint)
         )
         return all_reduces_of_statistics(
-            joint_splits(space, degrees), rows, [*told, *fixed], back, through
+            split_joint_axes(space, degrees), rows, [*told, *fixed], back, through
         )
 
     return statistics
@@ -392,7 +394,7 @@ class Operator:
     BatchNormalization in training mode, and a mean loss that ignores some labels. The frontend
     warns about such nodes.
     """
-    statistics: Statistics = no_statistics
+    statistics: Statistics = no_collectives
     """Function that returns the collectives inside the operator, in order of execution, if it is
     split along joint axes. Its arguments are the signature of the unsharded tensors, the iteration
     space, and the split degree of each axis.
@@ -527,14 +529,14 @@ def space_from_notation(text: str) -> Callable[[Signature], Space]:
     return lambda signature: space_from_words(signature, operands, results or [""])
 
 
-def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
+def flops_per_point(coefficient: float) -> Callable[[Signature, Space], float]:
     """Return a function for `Operator.flops`: `coefficient` FLOPs per point of the iteration
     space.
     """
     return lambda signature, space: coefficient * space.points
 
 
-def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
+def flops_per_result_element(coefficient: float) -> Callable[[Signature, Space], float]:
     """Return a function for `Operator.flops`: `coefficient` FLOPs per element of the first
     result.
     """
@@ -611,7 +613,7 @@ def nonnegative_axis(axis: int, rank: int) -> int:
     return axis + rank if axis < 0 else axis
 
 
-def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
+def stated_axes(signature: Signature, operand: int) -> tuple[int, ...] | None:
     """Return the axes that the constant operand `operand` states or, without such a constant, the
     attribute `axes`. Return None if the node has neither.
 

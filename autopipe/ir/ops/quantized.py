@@ -11,7 +11,7 @@ from autopipe.ir.ops.operator import (
     Operator,
     Signature,
     axis_names,
-    per_result,
+    flops_per_result_element,
     space_from_words,
 )
 from autopipe.ir.space import Space
@@ -50,7 +50,7 @@ def _words_of_blocks(
     return None if blocks % per else ("z p!", "z", {"p": per})
 
 
-def matmul_nbits(signature: Signature) -> Space:
+def matmul_nbits_space(signature: Signature) -> Space:
     """Return the iteration space `*m (q j), n q r, n q, n q -> *m n` (notation:
     `autopipe.ir.space`) of MatMulNBits: q blocks of j weights, stored in r bytes each. With packed
     zero points, q is (z p), with p zero points per byte. The inner dimension cannot be split if it
@@ -86,7 +86,7 @@ def _matmul_flops(signature: Signature, space: Space) -> float:
     return 2.0 * signature.result().elements * signature.operand(0).shape[-1]
 
 
-def gather_blocks(signature: Signature) -> Space:
+def gather_blocks_space(signature: Signature) -> Space:
     """Return the iteration space `v (q r), *i, v q, v q -> *i (q j)` (notation:
     `autopipe.ir.space`) of GatherBlockQuantized: a table of v rows with q blocks of j elements,
     stored in r bytes each. If v is split, a device returns the rows of its own shard of the table,
@@ -108,12 +108,12 @@ def gather_blocks(signature: Signature) -> Space:
 
 
 OPERATOR_DEFINITIONS = (
-    Operator(f"{MICROSOFT_DOMAIN}MatMulNBits", matmul_nbits, "matmul", _matmul_flops),
+    Operator(f"{MICROSOFT_DOMAIN}MatMulNBits", matmul_nbits_space, "matmul", _matmul_flops),
     Operator(
         f"{MICROSOFT_DOMAIN}GatherBlockQuantized",
-        gather_blocks,
+        gather_blocks_space,
         "memory",
-        per_result(2.0),
+        flops_per_result_element(2.0),
         differentiable=False,
         lookup=True,
     ),

@@ -23,7 +23,7 @@ from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of
 from autopipe.ir.ops.attention import needs_stepwise_softmax
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT_OPERAND, scratch_bytes
-from autopipe.ir.ops.loop import body_of, operand_ports, splittable_axes
+from autopipe.ir.ops.loop import loop_body, operand_ports, splittable_axes
 from autopipe.ir.ops.operator import bytes_per_statistic
 from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.analysis.operators import (
@@ -59,7 +59,7 @@ def trained_body(graph: Graph, node: Node) -> Graph:
     The inputs with a gradient are those that pass operands of `node` with a gradient in `graph`,
     and the loop-carried states that an iteration computes from inputs with a gradient.
     """
-    body = body_of(node)
+    body = loop_body(node)
     gradient = differentiable_values(graph)
     flowing = {
         port.name
@@ -495,7 +495,7 @@ def _saved_by_iterations(
         for each in splittable_axes(node)
         for index, axis in each.nodes.items()
     }
-    given = tuple(value.name for value in body_of(node).inputs)
+    given = tuple(value.name for value in loop_body(node).inputs)
     for index, own in enumerate(saved_tensors(body, *target, given)):
         for each in own:
             (name, width) = each.key

@@ -20,7 +20,7 @@ from autopipe.ir.layout import Layout, MeshAxes, merge_axes, mesh_axes_of, repli
 from autopipe.ir.measured_costs import AffineTime, TensorCosts
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.operator import Signature, joint_splits
+from autopipe.ir.ops.operator import Signature, split_joint_axes
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
@@ -232,7 +232,7 @@ def stage_collective_seconds(work: StageWork) -> tuple[float, float]:
         forward += seconds
         backward += seconds * (exchange.value in differentiable)
     for each in work.nodes:
-        if joint_splits(each.use.space, each.sharing.degrees):
+        if split_joint_axes(each.use.space, each.sharing.degrees):
             signature = signature_of(graph, each.node)
             there, back = statistics_seconds(
                 cluster, devices, each.use, signature, each.sharing.degrees

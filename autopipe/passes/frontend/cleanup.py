@@ -16,7 +16,7 @@ import numpy as np
 from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.elementwise import may_drop_elements
-from autopipe.ir.ops.loop import body_of, operand_ports
+from autopipe.ir.ops.loop import loop_body, operand_ports
 from autopipe.ir.ops.normalization import uses_batch_statistics
 from autopipe.passes.frontend.inference import RANDOM, ConstantFolder
 from autopipe.passes.frontend.rewriter import GraphEdit, Rewriter
@@ -388,7 +388,7 @@ def _prune_loop(loop: Node, needed: set[str]) -> Node:
     """Return the node `loop` without the states and results that nothing needs. `needed` contains
     the names of values that are outputs of the graph or that nodes after the loop read.
     """
-    body = body_of(loop)
+    body = loop_body(loop)
     states = loop.integer("states")
     names = [value.name for value in body.inputs]
     kept = {index for index, name in enumerate(loop.outputs) if name in needed}

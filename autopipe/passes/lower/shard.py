@@ -28,7 +28,7 @@ from autopipe.ir.layout import (
 )
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, spaces_of
-from autopipe.ir.ops.operator import joint_splits
+from autopipe.ir.ops.operator import split_joint_axes
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, ParameterShard, StageCode
 from autopipe.ir.space import AxisKind, Space
@@ -253,7 +253,7 @@ def _make_compute(
     )
     signature = global_signature.sharded(operands, results)
     degrees = {split.axis: split.degree for split in splits}
-    joint: list[tuple[str, ...]] = [(axis,) for axis in joint_splits(space, degrees)]
+    joint: list[tuple[str, ...]] = [(axis,) for axis in split_joint_axes(space, degrees)]
     # The operator needs a process group for each joint axis, and for all axes that it reduces
     # statistics over.
     if joint:

@@ -18,7 +18,7 @@ from autopipe.ir.attention_kernels import min_cuda_capability
 from autopipe.ir.graph import Parameter
 from autopipe.ir.layout import Layout, MeshAxis, holders_by_shard
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.operator import no_statistics
+from autopipe.ir.ops.operator import no_collectives
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
 from autopipe.passes.analysis.gradients import (
@@ -198,7 +198,7 @@ class StageContext:
         found = np.array([self._shares[degree][:, node] for degree in degrees.tolist()])[
             degree_index
         ]
-        if use.row.statistics is not no_statistics:
+        if use.row.statistics is not no_collectives:
             found += self._exchanged(node, use, splits)
         return found
 

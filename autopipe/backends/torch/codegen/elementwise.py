@@ -24,7 +24,7 @@ from autopipe.backends.torch.codegen.call import (
 )
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.attention import DTYPE_BY_ONNX_CODE
-from autopipe.ir.ops.elementwise import may_drop_elements, transformed_axis
+from autopipe.ir.ops.elementwise import dft_axis, may_drop_elements
 
 
 def emit_cast(call: Call) -> str:
@@ -505,7 +505,7 @@ def _emit_affine_grid(call: Call) -> str:
 def _emit_dft(call: Call) -> str:
     length = call.scalar(1) if call.present(1) else None
     flags = {name: call.flag(name) for name in ("inverse", "onesided")}
-    return call_code("operators.dft", call.arg(0), transformed_axis(call), length=length, **flags)
+    return call_code("operators.dft", call.arg(0), dft_axis(call), length=length, **flags)
 
 
 def _emit_stft(call: Call) -> str:

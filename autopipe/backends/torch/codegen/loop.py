@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.loop import body_of, splittable_axes
+from autopipe.ir.ops.loop import loop_body, splittable_axes
 from autopipe.ir.placement import Split
 from autopipe.ir.program import Compute, StageCode
 
@@ -19,7 +19,7 @@ def loop_body_stage(loop: Compute) -> StageCode:
     iterations.
     """
     node = loop.signature.node
-    body = body_of(loop.signature.node)
+    body = loop_body(loop.signature.node)
     degrees = {split.axis: split.degree for split in loop.splits}
     axes = [axis for axis in splittable_axes(node) if axis.name in degrees]
     cuts = {place: degrees[axis.name] for axis in axes for place in axis.dimensions.items()}

@@ -23,7 +23,7 @@ from autopipe.ir.ops.movement import (
     slice_ranges,
     transpose_permutation,
 )
-from autopipe.ir.ops.operator import axes_of, nonnegative_axis
+from autopipe.ir.ops.operator import nonnegative_axis, stated_axes
 
 
 def shape_arguments(shape: tuple[int, ...]) -> str:
@@ -41,7 +41,7 @@ def _emit_reshape(call: Call) -> str:
 
 
 def _emit_squeeze_or_unsqueeze(method: str, call: Call) -> str:
-    axes = axes_of(call, 1) or ()
+    axes = stated_axes(call, 1) or ()
     return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _emit_reshape(call)
 
 

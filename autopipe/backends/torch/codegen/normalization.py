@@ -21,11 +21,11 @@ from autopipe.ir.ops.normalization import (
     label_axes,
     loss_reduction,
     may_weight_labels,
+    mean_variance_axes,
     normalized_axes,
     reduced_axes,
     softmax_axes,
     uses_batch_statistics,
-    variance_axes,
 )
 
 
@@ -123,7 +123,7 @@ def _emit_instance_norm(call: Call) -> str:
 
 
 def _emit_mean_variance_normalization(call: Call) -> str:
-    axes = variance_axes(call)
+    axes = mean_variance_axes(call)
     group = _group_code_of_dimensions(call, axes)
     return call_code(
         f"operators.{'sharded_' if group else ''}mean_variance_norm", call.arg(0), axes, group

@@ -12,7 +12,7 @@ from autopipe.ir.ops.experts import (
     activation_of,
     bits_of_experts,
     has_interleaved_gate_rows,
-    layers_of,
+    layer_operands_of,
 )
 from autopipe.ir.ops.quantized import MICROSOFT_DOMAIN, bits_per_weight
 
@@ -63,7 +63,7 @@ def _activation_code(call: Call, gated: bool) -> str:
 
 def _emit_mixture_of_experts(call: Call) -> str:
     """Return the call of the runtime's mixture of experts."""
-    first, second, gate = layers_of(call)
+    first, second, gate = layer_operands_of(call)
 
     def layer_operands(each: LayerOperands) -> str | None:
         """Return the code of a tuple with the operands of one layer, or None if the node lacks the
