@@ -15,7 +15,7 @@ import time
 import torch
 from command_line import parse_arguments
 
-from autopipe.backends.torch.random_comparison import compare
+from autopipe.backends.torch.random_comparison import compare_random_numbers
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.state.parameters import init_shard
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
@@ -54,7 +54,7 @@ def main() -> None:
         if torch.cuda.is_available():
             _print_rates(f"{name}, GPU", weight, box, 1, torch.device("cuda"), arguments.rounds)
     if torch.cuda.is_available():
-        for name, equal in compare(torch.device("cuda"), compiled=True).items():
+        for name, equal in compare_random_numbers(torch.device("cuda"), compiled=True).items():
             print(f"{name:40} {'equal' if equal else 'DIFFERENT'}")
 
 

@@ -27,7 +27,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import full_slice
 from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
-from autopipe.ir.words import list_first, plural
+from autopipe.ir.words import join_first, plural
 
 if TYPE_CHECKING:
     from autopipe.passes.export import Numbers
@@ -309,7 +309,7 @@ def _matching_notes(matched: MatchedWeights, model: Path) -> Iterator[str]:
 
 def names_text(names: Sequence[str]) -> str:
     """Return the first names, quoted, and the number of further names."""
-    return list_first([repr(name) for name in names], _LISTED)
+    return join_first([repr(name) for name in names], _LISTED)
 
 
 def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from autopipe.api.launch_data import check_training_data
 from autopipe.api.launch_settings import LaunchSettings
 from autopipe.api.program_folder import rank_arguments
 from autopipe.backends.torch import fake_cuda
-from autopipe.backends.torch.launcher import run_alone
+from autopipe.backends.torch.launcher import run_single_rank
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import scratch_folder
@@ -47,7 +47,7 @@ def rehearse(manifest: Manifest, settings: LaunchSettings) -> dict[str, Any]:
             data=settings.data,
             seed=settings.seed,
         )
-        run_alone(manifest.folder, arguments, rank, world_size, _fake_cuda(settings.device))
+        run_single_rank(manifest.folder, arguments, rank, world_size, _fake_cuda(settings.device))
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         return found
 

@@ -15,21 +15,21 @@ import yaml
 from autopipe.api.codegen import write_programs
 from autopipe.api.program_folder import rank_arguments
 from autopipe.api.request import make_request
-from autopipe.backends.torch.launcher import run_alone
+from autopipe.backends.torch.launcher import run_single_rank
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import (
     Difference,
-    difference,
+    array_difference,
+    max_tensor_difference,
     read_losses,
     read_outputs,
-    tensor_limit,
 )
 from autopipe.configs.configuration import merged_configuration
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER
-from autopipe.ir.words import list_first, plural
+from autopipe.ir.words import join_first, plural
 from autopipe.passes.pipeline import make_plan
 
 if TYPE_CHECKING:
@@ -53,24 +53,24 @@ def compare(subject: ExportSubject, file: Path, moved: Collection[str], notes: l
     Dropout is removed from `file`. Raise VerificationError, with the parameters and the likely
     cause, if results differ.
     """
-    from autopipe.backends.torch.module_gradients import evaluate, parameters_with_late_hooks
+    from autopipe.backends.torch.module_gradients import evaluate_module, parameters_with_late_hooks
 
     hooked = [subject.name_of(name) for name in parameters_with_late_hooks(subject.module)]
     if hooked:
         raise VerificationError(
             (
-                f"hooks of {list_first(hooked, _NAMED)} run after the backward, which an ONNX file "
+                f"hooks of {join_first(hooked, _NAMED)} run after the backward, which an ONNX file "
                 "cannot represent"
             ),
             f"remove the hooks (register_post_accumulate_grad_hook), or {_WITHOUT}",
         )
     examples = _examples(subject)
-    expected = [evaluate(subject, each) for each in examples]
+    expected = [evaluate_module(subject, each) for each in examples]
     reject_changes([name for each in expected for name in each.changed if name not in moved])
     if expected[0].changed_again:
         raise VerificationError(
             "the backward of the module repeats a part of the forward, which changes "
-            f"{list_first(expected[0].changed_again, _NAMED)} twice per step, but the exported "
+            f"{join_first(expected[0].changed_again, _NAMED)} twice per step, but the exported "
             "file changes these tensors only one time",
             f"export without checkpointing (a plan may recompute instead), or {_WITHOUT}",
         )
@@ -81,7 +81,7 @@ def compare(subject: ExportSubject, file: Path, moved: Collection[str], notes: l
         return ""
     if expected[0].loss is not None:
         _take_dropouts_out(file, expected[0].dropped)
-    again = evaluate(subject, examples[0], seed=1)
+    again = evaluate_module(subject, examples[0], seed=1)
     if not all(map(np.array_equal, again.results, expected[0].results)):
         notes.append(
             "the module draws random numbers besides those of dropout: its results were not "
@@ -97,7 +97,7 @@ def reject_changes(names: Sequence[str]) -> None:
     does not change.
     """
     if names:
-        changed = list_first(list(dict.fromkeys(names)), _NAMED)
+        changed = join_first(list(dict.fromkeys(names)), _NAMED)
         raise VerificationError(
             f"the forward of the module changes {changed}, which an ONNX file cannot represent",
             "count in place (`steps += 1`), change other tensors outside of the forward, call "
@@ -107,12 +107,12 @@ def reject_changes(names: Sequence[str]) -> None:
 
 def _examples(subject: ExportSubject) -> list[tuple[torch.Tensor, ...]]:
     """Return the user's example, and a second example if the module has finite results on one."""
-    from autopipe.backends.torch.module_gradients import evaluate, perturb_inputs
+    from autopipe.backends.torch.module_gradients import evaluate_module, perturb_inputs
 
     turned = tuple(each.flip(0) if each.dim() else each for each in subject.tensors)
     for tried in (perturb_inputs(subject.tensors), turned):
         try:
-            found = evaluate(subject, tried)
+            found = evaluate_module(subject, tried)
         except Exception:  # noqa: BLE001  (The user's module may refuse other inputs, in any way.)
             continue
         if found.is_finite:
@@ -182,7 +182,7 @@ class _Comparison:
             assert expected.loss is not None
             known_loss = expected.results[expected.loss]
             loss = np.asarray(losses[step], known_loss.dtype)
-            self._require_equal([difference("the loss", loss, known_loss)], manifest, step)
+            self._require_equal([array_difference("the loss", loss, known_loss)], manifest, step)
             found = _recorded(folder, step, manifest)
             self._require_same_trained(trained, found, expected)
             known = {
@@ -197,7 +197,9 @@ class _Comparison:
                     )
                 )
             )
-            pairs = [difference(name, found[name], each, scale) for name, each in known.items()]
+            pairs = [
+                array_difference(name, found[name], each, scale) for name, each in known.items()
+            ]
             self._require_equal(pairs, manifest, step)
         return (
             f"loss and {len(trained)} {plural(len(trained), 'gradient')} on "
@@ -214,7 +216,9 @@ class _Comparison:
             found = read_outputs(folder / "outputs.npz", forward)
             count = len(found)
             triples = zip(found, found.values(), expected.results, strict=False)
-            pairs = [difference(f"output {name!r}", ours, known) for name, ours, known in triples]
+            pairs = [
+                array_difference(f"output {name!r}", ours, known) for name, ours, known in triples
+            ]
             self._require_equal(pairs, manifest, step)
         return (
             f"{count} {plural(count, 'output')} on {len(self.expected)} "
@@ -261,7 +265,7 @@ class _Comparison:
             "outputs": folder / "outputs.npz",
             "record": folder,
         }
-        run_alone(
+        run_single_rank(
             manifest.folder / name, rank_arguments(steps=steps, device="cpu", data=data, **files)
         )
         return folder
@@ -278,7 +282,7 @@ class _Comparison:
         lost = sorted(flowing - trained)
         if lost:
             raise VerificationError(
-                f"the gradients of {list_first(lost, _NAMED)} exist in the module, but not in the "
+                f"the gradients of {join_first(lost, _NAMED)} exist in the module, but not in the "
                 "exported file",
                 f"rewrite the part of the module that reads these tensors, or {_WITHOUT}",
             )
@@ -286,7 +290,7 @@ class _Comparison:
         if gained:
             raise VerificationError(
                 (
-                    f"the gradients of {list_first(gained, _NAMED)} exist in the exported file, "
+                    f"the gradients of {join_first(gained, _NAMED)} exist in the exported file, "
                     "but not in the module"
                 ),
                 f"{self._cause(expected)}; freeze the tensors (requires_grad_(False)), or "
@@ -302,13 +306,14 @@ class _Comparison:
         wrong = [
             each
             for each in pairs
-            if not each.relative <= tensor_limit(bound, each, responses.get(each.tensor, 0.0))
+            if not each.relative
+            <= max_tensor_difference(bound, each, responses.get(each.tensor, 0.0))
         ]
         if not wrong:
             return
         worst = max(wrong, key=lambda each: each.relative)
         what = "gradients" if worst.tensor in self.expected[step].gradients else "results"
-        names = list_first(
+        names = join_first(
             [each.tensor for each in sorted(wrong, key=lambda each: -each.relative)], _NAMED
         )
         where = "the example" if step == 0 else "a second example"
@@ -324,17 +329,19 @@ class _Comparison:
         """Return the relative change of the loss, each gradient and each output when each parameter
         is changed by a rounding error.
         """
-        from autopipe.backends.torch.module_gradients import evaluate
+        from autopipe.backends.torch.module_gradients import evaluate_module
 
         expected = self.expected[step]
-        moved = evaluate(self.subject, self.examples[step], ulps=_ULPS)
+        moved = evaluate_module(self.subject, self.examples[step], ulps=_ULPS)
         found = {
-            name: difference(name, moved_gradient, gradient).relative
+            name: array_difference(name, moved_gradient, gradient).relative
             for name, gradient in expected.gradients.items()
             if gradient is not None and (moved_gradient := moved.gradients[name]) is not None
         }
         results = zip(moved.results, expected.results, strict=True)
-        found["the loss"] = max((difference("", *each).relative for each in results), default=0.0)
+        found["the loss"] = max(
+            (array_difference("", *each).relative for each in results), default=0.0
+        )
         return found
 
     def _cause(self, expected: ModuleResults) -> str:
@@ -346,7 +353,7 @@ class _Comparison:
             return f"the backward of the autograd function {names} is not in an ONNX file"
         hooks = parts_with_backward_hooks(self.subject.module)
         if hooks:
-            return f"hooks on backward are not in an ONNX file: {list_first(hooks, _NAMED)}"
+            return f"hooks on backward are not in an ONNX file: {join_first(hooks, _NAMED)}"
         return (
             "the module stops or changes a gradient, or computes a value, in a way that torch's "
             "exporter loses"

@@ -15,7 +15,7 @@ from autopipe.api.plan_folder import open_plan
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
-from autopipe.backends.torch.verification import difference
+from autopipe.backends.torch.verification import array_difference
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout
 from autopipe.ir.ops import spaces_of
@@ -106,7 +106,7 @@ def first_difference_from_reference(
     values = _one_device_values(planned.problem, None, one)
     for name, array in reference(values.keys()).items():
         if values[name].shape == array.shape:
-            relative = difference("", values[name], array).relative
+            relative = array_difference("", values[name], array).relative
             if not relative <= _DIFFERENCE_FACTOR * manifest.rounding.bound:
                 made = graph.nodes[graph.producer(name) or 0]
                 return (
@@ -128,7 +128,7 @@ def _one_device_values(problem: Problem, loss: str | None, folder: Path) -> Arra
 def _relative_difference(
     block: np.ndarray, whole: np.ndarray, layout: Layout, position: int
 ) -> float:
-    return difference("", block, whole[layout.shard(position).slices]).relative
+    return array_difference("", block, whole[layout.shard(position).slices]).relative
 
 
 def _read_values(folder: Path, stage: int, rank: int) -> Arrays:

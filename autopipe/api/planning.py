@@ -111,7 +111,7 @@ def _with_planned_size(before: Plan, request: Request) -> Request:
     The effective configuration of such a plan leaves the number of micro-batches open.
     """
     if (
-        not before.has_own_sizes
+        not before.has_different_micro_batch_sizes
         or request.micro_batches is not None
         or request.micro_batch_size is not None
     ):
@@ -187,7 +187,7 @@ def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
         warnings.append(
             (f"annotations do not tell {what}, or split along an axis of no tensor in it", "")
         )
-    if planned.plan.has_own_sizes:
+    if planned.plan.has_different_micro_batch_sizes:
         what = "annotations do not tell that stages have micro-batches of their own"
         warnings.append((what, "constraints say it: micro_batch_size"))
     return warnings

@@ -23,7 +23,7 @@ from autopipe.backends.torch.profiler.host import measure_host_launch
 from autopipe.backends.torch.profiler.operators import (
     TaskStartOverhead,
     measure_operations,
-    measure_starts,
+    measure_task_start_overhead,
     measure_tasks,
 )
 from autopipe.backends.torch.profiler.timed_program import Stopwatch
@@ -77,7 +77,7 @@ class Profiling:
             starts = TaskStartOverhead()
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
-                starts = measure_starts(
+                starts = measure_task_start_overhead(
                     Stopwatch(device), *write_rows(scratch), LONGER, _STARTS * self.settings.seconds
                 )
                 waiting = write_overhead_stage(scratch / "tasks")

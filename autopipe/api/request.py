@@ -210,7 +210,9 @@ def effective_configuration(configuration: Configuration, planned: PlanResult) -
 
     problem = planned.problem
     strategy = planned.request.strategy
-    sizes_stay_open = planned.plan.has_own_sizes and configuration.micro_batches == "auto"
+    sizes_stay_open = (
+        planned.plan.has_different_micro_batch_sizes and configuration.micro_batches == "auto"
+    )
     return dataclasses.replace(
         configuration,
         model=dataclasses.replace(configuration.model, path=planned.plan.model),

@@ -20,19 +20,19 @@ from autopipe.api.program_folder import (
 )
 from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, find_node_of_tensors
 from autopipe.backends.torch.fork_server import ForkServer, fork_server
-from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
+from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_single_rank
 from autopipe.backends.torch.runtime.data.sources import check_data, open_source, rows_with_filler
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.records import RECORDED_STEPS
 from autopipe.backends.torch.verification import (
     Difference,
     Spread,
-    difference,
+    array_difference,
     has_buffers,
+    max_tensor_difference,
     read_losses,
     read_outputs,
     tensor_differences,
-    tensor_limit,
     write_whole_gradients,
 )
 from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
@@ -222,11 +222,11 @@ class Verification:
             replay = self.scratch / "replay"
             recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
             own = self._run_arguments("one", steps) + rank_arguments(replay=replay)
-            run_alone(folder / REFERENCE_FOLDER, own, server=self.server)
+            run_single_rank(folder / REFERENCE_FOLDER, own, server=self.server)
             advance()
             ranks = self._losses("ranks")
             one = self._losses("one")
-            worst = [difference("loss", ranks, one)]
+            worst = [array_difference("loss", ranks, one)]
             yield self._check("loss of the ranks", "one device", worst, self._training_responses)
             pairs = tensor_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
             yield self._check(
@@ -244,12 +244,12 @@ class Verification:
                     "buffers after a step", "one device", pairs, self._buffer_responses
                 )
         forward = read_manifest(folder / FORWARD_FOLDER, self.model)
-        run_alone(folder / FORWARD_FOLDER, self._run_arguments("forward"), server=self.server)
+        run_single_rank(folder / FORWARD_FOLDER, self._run_arguments("forward"), server=self.server)
         advance()
         ours = self._outputs("forward")
         if not self.manifest.train:
             found = _per_micro_batch(self._outputs("ranks"), self.manifest)
-            pairs = (difference(name, found[name], ours[name]) for name in ours)
+            pairs = (array_difference(name, found[name], ours[name]) for name in ours)
             yield self._check("outputs of the ranks", "one device", pairs, self._forward_responses)
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         together = {
@@ -315,7 +315,7 @@ class Verification:
         ranks.mkdir()
         one.mkdir()
         try:
-            run_alone(
+            run_single_rank(
                 alone, [*self._run_arguments("one"), "--values", str(one)], server=self.server
             )
             if not among_ranks:
@@ -383,7 +383,7 @@ class Verification:
         judged = []
         for each in found:
             moved = measured.get(each.tensor, 0.0)
-            limit = tensor_limit(bound, each, moved if math.isfinite(moved) else 0.0)
+            limit = max_tensor_difference(bound, each, moved if math.isfinite(moved) else 0.0)
             judged.append((each, limit if self.tolerance is None else self.tolerance))
         beyond = {each.tensor for each, limit in judged if not each.relative <= limit}
         spread: dict[str, Spread] = {}
@@ -391,7 +391,12 @@ class Verification:
             spread = {name: each for name, each in spreads().items() if name in beyond}
             unit = UNIT_ROUNDOFF[self.manifest.rounding.dtype]
             judged = [
-                (each, spread[each.tensor].raised(limit, unit) if each.tensor in spread else limit)
+                (
+                    each,
+                    spread[each.tensor].raised_limit(limit, unit)
+                    if each.tensor in spread
+                    else limit,
+                )
                 for each, limit in judged
             ]
         worst, limit = max(
@@ -429,7 +434,7 @@ class Verification:
         """
         if not (self.scratch / name).exists():
             words = [*self._run_arguments(name), "--perturb", repr(self.manifest.rounding.step)]
-            run_alone(folder, words, server=self.server)
+            run_single_rank(folder, words, server=self.server)
 
     def _training_responses(self) -> dict[str, float]:
         """Return the relative change of the loss and of each gradient if one unit in the last place
@@ -437,7 +442,7 @@ class Verification:
         """
         folder = self.manifest.folder / REFERENCE_FOLDER
         self._run_moved(folder, "one moved")
-        loss = difference("loss", self._losses("one moved"), self._losses("one"))
+        loss = array_difference("loss", self._losses("one moved"), self._losses("one"))
         gradients = tensor_differences(
             read_manifest(folder), self.scratch / "one moved", self.scratch / "one"
         )
@@ -461,7 +466,7 @@ class Verification:
         self._run_moved(self.manifest.folder / FORWARD_FOLDER, "forward moved")
         moved = self._outputs("forward moved")
         own = self._outputs("forward")
-        return {name: difference(name, moved[name], own[name]).relative for name in own}
+        return {name: array_difference(name, moved[name], own[name]).relative for name in own}
 
     def _reference_check(self, forward: Manifest, ours: dict[str, np.ndarray]) -> Check:
         """Compare the outputs `ours` for the batch of a step with those of ONNX Runtime, both
@@ -487,7 +492,9 @@ class Verification:
 
         def differences(outputs: Mapping[str, np.ndarray]) -> Iterator[Difference]:
             return (
-                difference(name, outputs[name], expected[name]) for name in ours if name in expected
+                array_difference(name, outputs[name], expected[name])
+                for name in ours
+                if name in expected
             )
 
         optimized: dict[str, float] = {}
@@ -517,7 +524,7 @@ class Verification:
             in_float64 = distances(exact)
             return {
                 name: Spread(
-                    away, in_float64[name], difference(name, ours[name], exact[name]).relative
+                    away, in_float64[name], array_difference(name, ours[name], exact[name]).relative
                 )
                 for name, away in optimized.items()
             }

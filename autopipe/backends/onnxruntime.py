@@ -78,7 +78,8 @@ def _measure_operation(
     generator = np.random.default_rng(0)
     fed = sample.operands()[1].values()
     feeds = {
-        each.name: sample.drawn(each, generator).astype(np.dtype(each.dtype.value)) for each in fed
+        each.name: sample.random_data(each, generator).astype(np.dtype(each.dtype.value))
+        for each in fed
     }
     started = time.perf_counter()
     runs = 0

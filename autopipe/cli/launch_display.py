@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.api.launching import Record, Run
-from autopipe.backends.torch.metrics import mean_of_steps
+from autopipe.backends.torch.metrics import average_step_records
 from autopipe.cli.bars import PrintedBar
 from autopipe.cli.output import Output, Verbosity, plain_table
 from autopipe.ir.cluster import usable_cpu_cores
@@ -117,7 +117,7 @@ class StepDisplay:
         from autopipe.backends.torch.runtime.watch.report import StepReport
 
         if self._since:
-            self._output.line(StepReport(**mean_of_steps(self._since)).line())
+            self._output.line(StepReport(**average_step_records(self._since)).line())
             self._lines.postpone()
             self._since = []
 

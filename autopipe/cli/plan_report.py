@@ -20,7 +20,7 @@ from autopipe.ir.placement import devices_text
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_per_strategy, plan_digest
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
-from autopipe.ir.words import bytes_text, count_text, list_first, plural, seconds_text
+from autopipe.ir.words import bytes_text, count_text, join_first, plural, seconds_text
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.model import Model, Tensor
@@ -162,7 +162,7 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
     if doubtful:
         yield (
             "doubtful",
-            list_first([repr(each.value.name) for each in doubtful], MAX_LISTED_REASONS),
+            join_first([repr(each.value.name) for each in doubtful], MAX_LISTED_REASONS),
         )
     for each in tensors if every else ():
         shape = "×".join(map(str, each.value.shape)) or "scalar"
@@ -525,7 +525,7 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
         columns["kind"] = [kinds_text(plan.device_names, each.devices) for each in stages]
     if full and plan.placement.pipelines > 1:
         columns["pipeline"] = [str(each.pipeline) for each in stages]
-    if plan.has_own_sizes:
+    if plan.has_different_micro_batch_sizes:
         columns["micro-batch"] = [str(each.micro_batch_size) for each in stages]
     columns["nodes"] = [str(len(each.nodes)) for each in stages]
     columns["parameters"] = [bytes_text(each.parameter_bytes) for each in predicted]

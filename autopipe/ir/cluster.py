@@ -339,7 +339,7 @@ class Cluster:
         # The level that connects pools is above the nodes, so its links are outside of nodes.
         return replace(self, groups=groups, levels=scale_levels(self.levels, 1 if groups else 0))
 
-    def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
+    def with_pool_order(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
         """Return (cluster, devices): the mixed cluster with its pools in the order `order`, and for
         each of its devices the index of this device in the present cluster.
         """

@@ -121,14 +121,14 @@ class PlanDegrees:
         return f"pipeline {self.pipeline} {noun} of {_sizes_text(self.groups)} devices{note}"
 
 
-def _is_one(interval: Interval) -> bool:
+def _is_single_value(interval: Interval) -> bool:
     """Return True if minimum and maximum are equal."""
     return interval[0] == interval[1]
 
 
 def _interval_text(interval: Interval) -> str:
     """Return an interval as text: `2`, or `2–4` if minimum and maximum differ."""
-    return str(interval[0]) if _is_one(interval) else f"{interval[0]}–{interval[1]}"
+    return str(interval[0]) if _is_single_value(interval) else f"{interval[0]}–{interval[1]}"
 
 
 def _sizes_text(sizes: Sequence[int]) -> str:

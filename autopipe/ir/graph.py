@@ -65,11 +65,13 @@ class DType(enum.Enum):
         return _ITEMSIZE[self]
 
     @property
-    def stored(self) -> np.dtype:
+    def storage_type(self) -> np.dtype:
         """Little-endian NumPy type in which elements are stored. For bfloat16 and 8-bit
         floating-point types, it is an unsigned integer type of equal size.
         """
-        bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_float8 else self.held
+        bits = (
+            "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_float8 else self.torch_name
+        )
         return np.dtype(bits).newbyteorder("<")
 
     @property
@@ -80,7 +82,7 @@ class DType(enum.Enum):
         return _BITS_OF_PACKED_TYPES.get(self, 0)
 
     @property
-    def held(self) -> str:
+    def torch_name(self) -> str:
         """Name of the torch type that holds elements in memory. An element of less than a byte is
         held in a byte: int8 for signed integers, uint8 for unsigned integers and for the codes of
         float4.

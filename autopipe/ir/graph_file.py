@@ -62,7 +62,7 @@ class PlannedGraph:
     loss: str
     """Name of the model's output that is the loss; "" if the model has no loss."""
     scores: Scores = "keep"
-    """Whether the losses keep their logits for backward or recompute them."""
+    """Choice for the losses: "keep" their logits for backward or "recompute" them."""
     constraints: tuple[Constraint, ...] = ()
     """Constraints that the multi-device annotations of the ONNX file impose."""
 
@@ -125,7 +125,7 @@ def _constant_json(constant: Constant) -> dict[str, object]:
     """Return a constant as a JSON object."""
     form: dict[str, object] = {"value": _value_json(constant.value)}
     dtype = constant.value.dtype
-    if constant.array.dtype.newbyteorder("<") != dtype.stored:
+    if constant.array.dtype.newbyteorder("<") != dtype.storage_type:
         # The array has a type of the package ml_dtypes, such as bfloat16.
         form["type"] = constant.array.dtype.name
     form["data"] = base64.b64encode(zlib.compress(constant.array.tobytes())).decode()
@@ -247,7 +247,7 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     bytes that further constants of the file may have; the size of this constant is subtracted.
     """
     value = _read_value(record.at("value"))
-    dtype = value.dtype.stored
+    dtype = value.dtype.storage_type
     if record.has("type"):
         dtype = _ml_dtypes_type(record.at("type"), value.dtype)
     size = value.elements * dtype.itemsize

@@ -64,13 +64,13 @@ class TensorSlice:
         steps = tuple(distances)
         return TensorSlice(tuple(map(add, self.starts, steps)), tuple(map(add, self.stops, steps)))
 
-    def within(self, outer: TensorSlice) -> TensorSlice:
+    def relative_to(self, outer: TensorSlice) -> TensorSlice:
         """Return this slice relative to `outer`: the first element of `outer` has index 0 in each
         dimension.
         """
         return self.shifted(-start for start in outer.starts)
 
-    def moved(self, source: TensorSlice, target: TensorSlice) -> TensorSlice:
+    def moved_between(self, source: TensorSlice, target: TensorSlice) -> TensorSlice:
         """Return this slice moved as far as the first element of `target` is from the first element
         of `source`.
         """
@@ -147,7 +147,7 @@ Positions = TypeVar("Positions", int, NDArray[np.int64])
 """The position of a device in its group, or an array of positions."""
 
 
-def coordinate_along(axes: MeshAxes, position: Positions) -> Positions:
+def combined_coordinate(axes: MeshAxes, position: Positions) -> Positions:
     """Return the coordinate of each position along several mesh axes, combined to one number.
 
     `axes` are ordered from the outermost to the innermost; the number changes fastest along the
@@ -248,13 +248,13 @@ class Layout:
         """Number of different shards: the product of the degrees of `shard_axes`."""
         return total_degree(axis for axes in self.shard_axes for axis in axes)
 
-    def reduced(self) -> Layout:
+    def after_all_reduce(self) -> Layout:
         """Return the layout after an all-reduce of the partial sums and means. The shards
         remain.
         """
         return Layout(self.shape, self.shard_axes)
 
-    def even(self) -> Layout:
+    def with_even_shards(self) -> Layout:
         """Return the layout with even shards along the same mesh axes, without windows.
 
         A dimension that is read through windows is no longer sharded if the degree does not divide
@@ -308,7 +308,7 @@ class Layout:
         """
         positions = np.arange(group)
         difference = sum(
-            (coordinate_along(axes, positions) for axes in self.shard_axes),
+            (combined_coordinate(axes, positions) for axes in self.shard_axes),
             np.zeros_like(positions),
         )
         return tuple(np.flatnonzero(difference == 0).tolist())
@@ -320,7 +320,7 @@ class Layout:
         starts = []
         stops = []
         for shards, axes in zip(self.shard_ranges(), self.shard_axes, strict=True):
-            starts.append(coordinate_along(axes, position) * shards.step + shards.offset)
+            starts.append(combined_coordinate(axes, position) * shards.step + shards.offset)
             stops.append(starts[-1] + shards.length)
         return TensorSlice(tuple(starts), tuple(stops))
 
@@ -562,7 +562,7 @@ def _index_ranges_by_device(
     for dimension, (shards, axes) in enumerate(
         zip(layout.shard_ranges(), layout.shard_axes, strict=True)
     ):
-        starts[:, dimension] = coordinate_along(axes, positions) * shards.step + shards.offset
+        starts[:, dimension] = combined_coordinate(axes, positions) * shards.step + shards.offset
         stops[:, dimension] = starts[:, dimension] + shards.length
     return np.maximum(starts, 0), np.minimum(stops, layout.shape)
 

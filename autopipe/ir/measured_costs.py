@@ -191,7 +191,7 @@ class OperationSample:
                     fed[value.name] = value
         return known, fed
 
-    def drawn(self, value: Value, generator: np.random.Generator) -> np.ndarray:
+    def random_data(self, value: Value, generator: np.random.Generator) -> np.ndarray:
         """Return random data for the operand `value`: integers from 0 to below its bound if it has
         one, otherwise floating-point numbers in [0.5, 1.5) or, for other types, ones.
         """

@@ -72,8 +72,8 @@ class Choice:
     recompute: str = "none"
     shard: bool = False
     scores: Annotated[Scores | None, OmitDefault()] = None
-    """Whether the losses keep or recompute their logits, as in `LossScores.choice`; None if the
-    model has no such choice.
+    """Choice for the losses, to keep or to recompute their logits, as in `LossScores.choice`; None
+    if the model has no such choice.
     """
 
 
@@ -333,7 +333,7 @@ class Plan:
         )
 
     @property
-    def has_own_sizes(self) -> bool:
+    def has_different_micro_batch_sizes(self) -> bool:
         """True if a stage has a micro-batch size other than that of the step."""
         return any(
             stage.micro_batch_size != self.summary.micro_batch_size
@@ -515,7 +515,7 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
     blocks = []
     for stage, phase, turn in kinds:
         own = stages[stage]
-        needs = set(graph.needs(stage, phase, turn))
+        needs = set(graph.dependencies_of(stage, phase, turn))
         if (
             phase in _BACKWARD_PHASES_FOR_OTHER_STAGES
         ):  # Another stage may have a split or an unsplit backward.

@@ -47,7 +47,7 @@ class Mode(enum.Enum):
 
 
 Scores = Literal["keep", "recompute"]
-"""What happens to the logits (scores) of a cross-entropy: they are saved for backward, or backward
+"""Handling of the logits (scores) of a cross-entropy: they are saved for backward, or backward
 recomputes them, which saves memory.
 """
 SCORES: tuple[Scores, Scores] = ("keep", "recompute")

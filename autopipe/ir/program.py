@@ -569,7 +569,7 @@ class Bucket:
         return (0, *ends)[: len(self.blocks)]
 
     @property
-    def share(self) -> int:
+    def part_elements(self) -> int:
         """Number of elements of each rank's part of the bucket."""
         used = self.starts[-1] + self.blocks[-1].elements
         return -(-used // (len(self.ranks) * self._step)) * self._step
@@ -577,7 +577,7 @@ class Bucket:
     @property
     def elements(self) -> int:
         """Number of elements, with padding."""
-        return self.share * len(self.ranks)
+        return self.part_elements * len(self.ranks)
 
     @property
     def bytes(self) -> int:
@@ -589,12 +589,12 @@ class Bucket:
         """Number of elements to a multiple of which shards and parts are aligned."""
         return max(1, _ALIGNMENT_BYTES // self.blocks[0].itemsize)
 
-    def runs(self, rank: int) -> Iterator[ElementRange]:
+    def element_ranges(self, rank: int) -> Iterator[ElementRange]:
         """Yield, for each shard with elements in the part of the rank `rank`, the range of these
         elements, in order.
         """
-        first = self.ranks.index(rank) * self.share
-        last = first + self.share
+        first = self.ranks.index(rank) * self.part_elements
+        last = first + self.part_elements
         for block, begin in zip(self.blocks, self.starts, strict=True):
             start = max(first, begin)
             stop = min(last, begin + block.elements)
@@ -661,6 +661,6 @@ def backward_collective(kind: str) -> str:
     return {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
 
 
-def in_kind_order(counted: Mapping[str, int]) -> dict[str, int]:
+def order_by_kind(counted: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes per kind in the order of `COMMUNICATION_KINDS`, with 0 for missing kinds."""
     return {kind: counted.get(kind, 0) for kind in COMMUNICATION_KINDS}

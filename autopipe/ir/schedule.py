@@ -305,7 +305,7 @@ class StageGraph:
         """Return the number of micro-batches of a stage per micro-batch of the problem."""
         return self.ratios[stage] if self.ratios else 1
 
-    def sharing(self, stage: int, micro_batch: int, other: int) -> range:
+    def micro_batches_sharing_samples(self, stage: int, micro_batch: int, other: int) -> range:
         """Return the micro-batches of the stage `other` that have samples in common with the
         micro-batch `micro_batch` of the stage `stage`.
         """
@@ -313,7 +313,9 @@ class StageGraph:
             micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other)
         )
 
-    def needs(self, stage: int, phase: Phase, micro_batch: int) -> list[tuple[int, Phase, int]]:
+    def dependencies_of(
+        self, stage: int, phase: Phase, micro_batch: int
+    ) -> list[tuple[int, Phase, int]]:
         """Return the tasks, as (stage, phase, micro-batch), that must end before a task starts. A
         task of the same stage is first. The tasks of other stages have the phase of the given task.
         """
@@ -328,7 +330,7 @@ class StageGraph:
         return own + [
             (other, phase, each)
             for other in around
-            for each in self.sharing(stage, micro_batch, other)
+            for each in self.micro_batches_sharing_samples(stage, micro_batch, other)
         ]
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
@@ -426,7 +428,11 @@ def _dependency_function(
         shared = [
             (stage, number)
             for stage in around
-            for number in (graph.sharing(task.stage, own, stage) if graph.ratios else (own,))
+            for number in (
+                graph.micro_batches_sharing_samples(task.stage, own, stage)
+                if graph.ratios
+                else (own,)
+            )
         ]
         if phase is Phase.FORWARD:
             return [(stage, phase, number) for stage, number in shared]

@@ -41,7 +41,7 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {plural(count, noun)}"
 
 
-def list_first(texts: Sequence[str], most: int) -> str:
+def join_first(texts: Sequence[str], most: int) -> str:
     """Return the first `most` texts, separated by commas, followed by the number of texts that are
     omitted, if any.
     """
@@ -72,15 +72,15 @@ def printable_lines(text: str) -> str:
 
 def bytes_text(size: float) -> str:
     """Return a number of bytes with about three digits and its unit: `3.10 GiB`."""
-    return in_largest_unit(size, _BYTE_UNITS) or f"{size:.0f} B"
+    return format_in_largest_unit(size, _BYTE_UNITS) or f"{size:.0f} B"
 
 
 def seconds_text(seconds: float) -> str:
     """Return a time in seconds with about three digits and its unit: `41.2 ms`."""
-    return in_largest_unit(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
+    return format_in_largest_unit(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
-def in_largest_unit(value: float, units: Sequence[tuple[str, float]]) -> str | None:
+def format_in_largest_unit(value: float, units: Sequence[tuple[str, float]]) -> str | None:
     """Return `value` as text in the largest unit that does not exceed it, or None if all units
     exceed it. `units` lists (name, size), the largest unit first.
     """

@@ -22,7 +22,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import (
     Layout,
     MeshAxes,
-    coordinate_along,
+    combined_coordinate,
     mesh_axes_of,
     mesh_axis_by_name,
     operand_layout,
@@ -505,12 +505,14 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
                 dimensions, graph.type_of(name).shape, axes, space.windows_of(place)
             )
             found.setdefault(name, set()).add(
-                layout.even() if layout.even().shard_axes == layout.shard_axes else layout
+                layout.with_even_shards()
+                if layout.with_even_shards().shard_axes == layout.shard_axes
+                else layout
             )
     for name, dimensions in zip(own.outputs, space.results, strict=True):
         if name and dimensions is not None:
             layout = result_layout(space, dimensions, graph.type_of(name).shape, axes)
-            found.setdefault(name, set()).add(layout.reduced())
+            found.setdefault(name, set()).add(layout.after_all_reduce())
     single = {name: layouts.pop() for name, layouts in found.items() if len(layouts) == 1}
     return {name: layout for name, layout in single.items() if not layout.windows}
 
@@ -529,7 +531,7 @@ def _blocks(
 
     def block(position: int) -> tuple[int, ...]:
         """Return the index along each sharded dimension of the shard of a device."""
-        return tuple(coordinate_along(axes, position) for axes in cut.values())
+        return tuple(combined_coordinate(axes, position) for axes in cut.values())
 
     blocks = itertools.groupby(sorted(range(len(devices)), key=block), block)
     copies = tuple(tuple(devices[position] for position in group) for _, group in blocks)

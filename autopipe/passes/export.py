@@ -188,14 +188,14 @@ def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> 
     external file in the same folder.
     """
     if isinstance(place, VarintSlice):
-        listed = read_varints(place, model).view(value.dtype.stored).reshape(value.shape)
+        listed = read_varints(place, model).view(value.dtype.storage_type).reshape(value.shape)
         return Numbers(value, lambda box: listed[box.slices].reshape(box.shape))
     path = model.parent / place.file if place.file else model
 
     def read(box: TensorSlice) -> npt.NDArray[np.generic]:
         """Return a slice of the tensor from the file."""
         stored = np.memmap(
-            path, value.dtype.stored, mode="r", offset=place.offset, shape=value.shape or (1,)
+            path, value.dtype.storage_type, mode="r", offset=place.offset, shape=value.shape or (1,)
         )
         return stored[box.slices].reshape(box.shape)
 

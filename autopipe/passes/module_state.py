@@ -144,7 +144,9 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
     if place is None:
         if value.elements and not has_data(tensor):
             return None
-        return Numbers(value, partial(block, array_of(tensor, where).view(value.dtype.stored)))
+        return Numbers(
+            value, partial(block, array_of(tensor, where).view(value.dtype.storage_type))
+        )
     if not isinstance(place, VarintSlice) and place.length != value.bytes:
         size = f"{place.length} {plural(place.length, 'byte')}"
         raise ModelError(

@@ -230,7 +230,7 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
         block = numbers.read(box)
         if own is DType.BFLOAT16:
             block = (block.astype(np.uint32) << 16).view(np.float32)
-        return block.astype(value.dtype.stored)
+        return block.astype(value.dtype.storage_type)
 
     return Numbers(value, read)
 

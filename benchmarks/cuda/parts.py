@@ -265,9 +265,9 @@ def compare_random_numbers(device: str, *kinds: str) -> dict[str, Any]:
     """
     import torch
 
-    from autopipe.backends.torch.random_comparison import compare
+    from autopipe.backends.torch.random_comparison import compare_random_numbers
 
-    found = compare(torch.device(device), compiled="compiled" in kinds)
+    found = compare_random_numbers(torch.device(device), compiled="compiled" in kinds)
     return {
         "equal": all(found.values()),
         "kinds": len(found),

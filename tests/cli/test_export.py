@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopipe
 from autopipe.backends.torch.exporter import make_subject
-from autopipe.backends.torch.module_gradients import evaluate
+from autopipe.backends.torch.module_gradients import evaluate_module
 from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.scopes import layers_of
@@ -305,8 +305,8 @@ def test_a_module_with_a_part_under_several_names_stays_as_it_is(tmp_path: Path)
     subject = make_subject(
         module, torch.randn(SAMPLES, WIDTH), F.cross_entropy, torch.arange(SAMPLES)
     )
-    moved = evaluate(subject, subject.tensors, ulps=1e4).gradients["0.0.weight"]
-    kept = evaluate(subject, subject.tensors).gradients["0.0.weight"]
+    moved = evaluate_module(subject, subject.tensors, ulps=1e4).gradients["0.0.weight"]
+    kept = evaluate_module(subject, subject.tensors).gradients["0.0.weight"]
     assert moved is not None and kept is not None and not (moved == kept).all()
     for name, tensor in module.state_dict(keep_vars=True).items():
         assert tensor is before[name][0] and torch.equal(tensor, before[name][1])

@@ -193,7 +193,7 @@ def test_own_sizes_of_micro_batches_stay_open(here: CommandLine) -> None:
     found, planned = planned_twice(
         here, "mmt", *WITH_OPTIONS["graphpipe, own sizes"], "--schedule", "kfkb"
     )
-    assert planned.plan.has_own_sizes
+    assert planned.plan.has_different_micro_batch_sizes
     assert found.micro_batches == "auto"
     here.done("plan", "--from", "one", "-o", "three")
     kept = open_plan(Path("three"))

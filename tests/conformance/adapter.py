@@ -58,18 +58,20 @@ def to_tensor(array: np.ndarray, device: str | torch.device = "cpu") -> torch.Te
     if dtype.is_float8:
         return (
             torch.from_numpy(array.view(np.uint8).copy())
-            .view(getattr(torch, dtype.held))
+            .view(getattr(torch, dtype.torch_name))
             .to(device)
         )
     if dtype.packed_bits:
-        array = array.view(np.uint8) if dtype is DType.FLOAT4E2M1 else array.astype(dtype.held)
+        array = (
+            array.view(np.uint8) if dtype is DType.FLOAT4E2M1 else array.astype(dtype.torch_name)
+        )
     return torch.from_numpy(np.array(array, order="C")).to(device)
 
 
 def to_array(tensor: torch.Tensor, dtype: DType | None = None) -> np.ndarray:
     """The numbers of a tensor, which is how numbers of `dtype` are held."""
     if dtype is DType.FLOAT4E2M1 or (dtype is not None and dtype.is_float8):
-        assert tensor.dtype == getattr(torch, dtype.held)
+        assert tensor.dtype == getattr(torch, dtype.torch_name)
         return (
             tensor.cpu()
             .contiguous()

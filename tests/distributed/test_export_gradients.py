@@ -12,7 +12,7 @@ import torch
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.state.parameters import read_block
-from autopipe.backends.torch.verification import difference
+from autopipe.backends.torch.verification import array_difference
 from autopipe.cli.main import main
 from autopipe.ir.layout import full_slice
 from tests.distributed.support.pool import Pools
@@ -119,9 +119,9 @@ def assert_gradients(
         name, turned = known_as(entry.value.name, stored, module)
         if name in known and index in step.gradients and "lstm" not in name:
             gradient = known[name].T if turned else known[name]
-            assert difference(name, step.gradients[index], gradient, scale).relative <= TOLERANCE, (
-                name
-            )
+            assert (
+                array_difference(name, step.gradients[index], gradient, scale).relative <= TOLERANCE
+            ), name
             compared.add(name)
     # Torch's LSTM keeps its gates in another order than ONNX's.
     assert {name for name in known if "lstm" not in name} == compared

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.verification import difference, read_outputs
+from autopipe.backends.torch.verification import array_difference, read_outputs
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
 from autopipe.passes.frontend import read_model
@@ -49,7 +49,7 @@ def check(pools: Pools, name: str, count: int, folder: Path) -> None:
         found = outputs(pools, ranks, 4)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
-            assert difference(key, found[key], value).relative <= TOLERANCE
+            assert array_difference(key, found[key], value).relative <= TOLERANCE
         moved = communication_bytes(graph, placement, MICRO_BATCHES, 4, None)
         assert report_lines(ranks.with_suffix(".jsonl"))[0]["communication_bytes"] == moved
 

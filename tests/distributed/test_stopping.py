@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint import committed_steps, keep_only, remove_old_checkpoints
+from autopipe.backends.torch.checkpoint import (
+    committed_steps,
+    remove_old_checkpoints,
+    remove_other_checkpoints,
+)
 from autopipe.backends.torch.runtime.watch.step_agreement import (
     SAVE_REQUEST,
     STOP_REQUEST,
@@ -158,7 +162,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     assert kept(2) == [45, 50]
     assert kept(1, 20) == [20, 40, 50]
     assert kept(0) == list(range(5, 55, 5))
-    keep_only(tmp_path, 30)
+    remove_other_checkpoints(tmp_path, 30)
     assert committed_steps(tmp_path) == [30]
 
 

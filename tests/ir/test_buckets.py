@@ -34,17 +34,17 @@ def test_every_element_is_in_one_share(
     counted = [np.zeros(size, int) for size in sizes]
     for number, rank in enumerate(ranks):
         end = 0
-        for run in bucket.runs(rank):
-            assert end <= run.at and run.at + run.stop - run.start <= bucket.share
-            assert number * bucket.share + run.at == bucket.starts[run.parameter] + run.start, (
-                "where it is in the row"
-            )
+        for run in bucket.element_ranges(rank):
+            assert end <= run.at and run.at + run.stop - run.start <= bucket.part_elements
+            assert (
+                number * bucket.part_elements + run.at == bucket.starts[run.parameter] + run.start
+            ), "where it is in the row"
             counted[run.parameter][run.start : run.stop] += 1
             end = run.at + run.stop - run.start
     assert all((each == 1).all() for each in counted)
-    assert bucket.elements == len(ranks) * bucket.share
+    assert bucket.elements == len(ranks) * bucket.part_elements
     width = WIDTHS[dtype]
-    assert all(start * width % 16 == 0 for start in (*bucket.starts, bucket.share))
+    assert all(start * width % 16 == 0 for start in (*bucket.starts, bucket.part_elements))
     assert bucket.elements * width <= sum(size * width + 16 for size in sizes) + 16 * len(ranks)
 
 

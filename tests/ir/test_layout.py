@@ -70,7 +70,7 @@ def test_relative_coordinates_name_the_same_elements(pair: tuple[TensorSlice, Te
     def part(array: np.ndarray, box: TensorSlice) -> np.ndarray:
         return array[tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))]
 
-    assert np.array_equal(part(part(tensor, outer), inner.within(outer)), part(tensor, inner))
+    assert np.array_equal(part(part(tensor, outer), inner.relative_to(outer)), part(tensor, inner))
 
 
 @given(SHAPES)
@@ -277,7 +277,7 @@ def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copie
             out |= box.starts[0] < 0 or box.stops[0] > extent
     assert (layout == replicated_layout(layout.shape)) == (degree == 1)
     assert layout.fill == (-1.0 if out else 0.0)
-    even = layout.even()
+    even = layout.with_even_shards()
     assert even.windows == ()
     assert even.shard_count == (
         degree if degree == 1 or not layout.windows or extent % degree == 0 else 1
@@ -307,7 +307,7 @@ def test_windows_that_read_even_blocks_are_these() -> None:
         ((),), (9,), mesh_axis_by_name((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
     )
     assert wider.windows == (WindowedShards(4, 0, 4),)
-    assert wider.even() == replicated_layout(wider.shape)
+    assert wider.with_even_shards() == replicated_layout(wider.shape)
 
 
 def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:

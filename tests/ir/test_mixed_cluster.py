@@ -92,7 +92,7 @@ def test_groups_in_another_order_are_the_same_devices_with_the_same_links(
 ) -> None:
     order = list(range(len(whole.groups)))
     random.shuffle(order)
-    other, old = whole.reordered(order)
+    other, old = whole.with_pool_order(order)
     assert sorted(old) == list(range(whole.size))
     assert all(other.devices[new] == whole.devices[was] for new, was in enumerate(old))
     pairs = itertools.product(range(whole.size), repeat=2)

@@ -420,14 +420,14 @@ def remove_leftovers(folder: Path) -> None:
     """
     with convert_write_errors(folder):
         for path in folder.iterdir():
-            if _TEMPORARY_PATTERN.fullmatch(path.name) and _holds_only_shards(path):
+            if _TEMPORARY_PATTERN.fullmatch(path.name) and _has_only_checkpoint_files(path):
                 shutil.rmtree(path)
 
 
 _PART_FILE_PATTERN = re.compile(r"rank_\d{5,}\.safetensors|manifest\.json")
 
 
-def _holds_only_shards(folder: Path) -> bool:
+def _has_only_checkpoint_files(folder: Path) -> bool:
     """Return True if `folder` is a folder, not a link, that contains nothing but files of a
     checkpoint.
     """
@@ -438,7 +438,7 @@ def _holds_only_shards(folder: Path) -> bool:
     )
 
 
-def commit(temporary: Path, manifest: str) -> Path:
+def commit_checkpoint(temporary: Path, manifest: str) -> Path:
     """Complete the checkpoint in the folder `temporary`: write its manifest, then rename the folder
     to its final name. Return the final path. All other files must be on the disk. Only one rank
     calls this function.
@@ -451,7 +451,7 @@ def commit(temporary: Path, manifest: str) -> Path:
         flush_to_disk(temporary)
         # A restarted run repeats this step, for which it has saved a best checkpoint before.
         if final.exists():
-            if _holds_only_shards(final):
+            if _has_only_checkpoint_files(final):
                 _remove_folder(final)
             else:
                 os.rename(final, final.with_name(f"{final.name}.kept-{time.time_ns()}"))
@@ -471,7 +471,7 @@ def remove_old_checkpoints(
     _remove_steps(folder, [step for step in old if not every or step % every])
 
 
-def keep_only(folder: Path, step: int) -> None:
+def remove_other_checkpoints(folder: Path, step: int) -> None:
     """Remove all checkpoints in `folder` except that of step `step`, and except those with foreign
     files.
     """
@@ -485,7 +485,7 @@ def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
     for step in steps:
         old = checkpoint_path(folder, step)
         with convert_write_errors(old):
-            if _holds_only_shards(old):
+            if _has_only_checkpoint_files(old):
                 _remove_folder(old)
 
 
@@ -554,7 +554,7 @@ def numpy_type(dtype: str) -> np.dtype:
     """Return the numpy type of stored elements for an ONNX type name. Raise ValueError for an
     unknown name.
     """
-    return DType(dtype).stored
+    return DType(dtype).storage_type
 
 
 def merge_manifests(parts: Sequence[Checkpoint]) -> Checkpoint:
@@ -669,8 +669,8 @@ class CheckpointReader:
         for block in tensor.blocks:
             common = block.box.intersect(wanted)
             if common is not None:
-                found[common.within(wanted).slices] = self._read_slice(tensor, block)[
-                    common.within(block.box).slices
+                found[common.relative_to(wanted).slices] = self._read_slice(tensor, block)[
+                    common.relative_to(block.box).slices
                 ]
                 elements += common.elements
         if elements != wanted.elements:

@@ -35,7 +35,7 @@ def python_command(*words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+def temporary_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Context manager that sets environment variables of this process, which child processes
     inherit, and restores them afterwards.
     """
@@ -63,7 +63,7 @@ def end_with_parent(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def adopting_orphans() -> Iterator[None]:
+def adopt_orphans() -> Iterator[None]:
     """Context manager during which Linux makes this process the parent of each descendant whose own
     parent ends.
     """

@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from autopipe.backends.torch.child import PARENT_VARIABLE, changed_environment, python_command
+from autopipe.backends.torch.child import PARENT_VARIABLE, python_command, temporary_environment
 from autopipe.backends.torch.fork_server import ForkedProcess, ForkServer
 from autopipe.backends.torch.rendezvous import RendezvousConfig, RendezvousHandler
 from autopipe.backends.torch.runtime.communication.signed_store import KEY_VARIABLE
@@ -60,13 +60,13 @@ from autopipe.backends.torch.runtime.watch.heartbeat import (
     phase_of,
     read_heartbeat,
 )
-from autopipe.backends.torch.torch_interfaces import starting_processes_by
+from autopipe.backends.torch.torch_interfaces import replace_process_start
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.words import plural
 
 _LOOK_INTERVAL_S = 0.25
 _SUSPENSION_S = 5.0
-"""Maximum seconds between two calls of `Watchdog.look` in normal operation. If more time passes,
+"""Maximum seconds between two calls of `Watchdog.check` in normal operation. If more time passes,
 this process was suspended, and possibly the ranks too, so the timeouts start again.
 """
 
@@ -205,7 +205,7 @@ class Watchdog:
     _began: float = field(default_factory=time.monotonic)
     _looked: float = field(default_factory=time.monotonic)
 
-    def look(self) -> HungRank | None:
+    def check(self) -> HungRank | None:
         """Return the rank that hangs, or None. The files are read at most once per
         `_LOOK_INTERVAL_S`; calls in between return None.
         """
@@ -298,7 +298,7 @@ class RankAgent(LocalElasticAgent):
         if self._timeouts is None:
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
         folder = Path(tempfile.mkdtemp(prefix="heartbeats_", dir=self._logs))
-        with changed_environment({HEARTBEAT_FOLDER_VARIABLE: str(folder)}):
+        with temporary_environment({HEARTBEAT_FOLDER_VARIABLE: str(folder)}):
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
         self._watch = Watchdog(folder, ranks, self._timeouts, worker_group.group_world_size or 1)
@@ -311,9 +311,9 @@ class RankAgent(LocalElasticAgent):
         self._poll()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY and self._hang is None and self._watch is not None:
-            self._hang = self._watch.look()
+            self._hang = self._watch.check()
             if self._hang is not None:
-                self._end(worker_group, self._hang.rank)
+                self._kill_hung_rank(worker_group, self._hang.rank)
         if result.state is WorkerState.FAILED:
             self.failure = (
                 self._hang.failure(self._logs)
@@ -353,7 +353,7 @@ class RankAgent(LocalElasticAgent):
             self._pcontext.wait(timeout=stop_s, period=_POLL_S)
         super()._shutdown(death_sig, *further, **options)
 
-    def _end(self, worker_group: WorkerGroup, rank: int) -> None:
+    def _kill_hung_rank(self, worker_group: WorkerGroup, rank: int) -> None:
         """Let a hanging rank write the stacks of its threads, then kill its process group with
         SIGKILL, because it may ignore all other signals. Elastic then ends the other ranks.
         """
@@ -419,7 +419,10 @@ def run_agent(
 
     agent = RankAgent(spec, logs, redirects, timeouts, note, poll, network, stop_s)
     try:
-        with changed_environment(_ranks_environment(handler, place)), starting_processes_by(start):
+        with (
+            temporary_environment(_ranks_environment(handler, place)),
+            replace_process_start(start),
+        ):
             result = agent.run()
     except SignalException:
         # The rendezvous is not closed: the other nodes may continue with a node that replaces this

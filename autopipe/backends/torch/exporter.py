@@ -21,7 +21,7 @@ from torch import nn
 
 from autopipe.backends.torch.module_state import (
     buffer_changes,
-    first_name_of_each,
+    first_names,
     named_tensors,
     overlapping_tensors,
     record_state,
@@ -280,7 +280,7 @@ def export_to_onnx(subject: ExportSubject) -> ExportedModule:
     assert program.exported_program is not None
     changes = buffer_changes(program.exported_program)
     counts = {subject.name_of(name): count for name, count in changes.counts.items()}
-    first = first_name_of_each(subject.module)
+    first = first_names(subject.module)
     state = subject.module.module.state_dict(keep_vars=True)
     left_out = record_state(program.model, state, subject.tensor_names(), counts)
     return ExportedModule(
@@ -369,7 +369,7 @@ def _name_tensors(model: Any, subject: ExportSubject) -> None:
     """Rename the initializers of an exported `model` to their names in the user's module, a tied
     tensor to the first of its names. Record in the metadata which parameters are not trained.
     """
-    first = first_name_of_each(subject.module)
+    first = first_names(subject.module)
     signature = model.graph.metadata_props.get(_SIGNATURE_KEY, "")
     for name, known in first.items():
         value = model.graph.initializers.get(name)

@@ -27,12 +27,12 @@ from typing import IO, Final
 
 from autopipe.backends.torch.child import (
     PARENT_VARIABLE,
-    adopting_orphans,
-    changed_environment,
+    adopt_orphans,
     end_with_parent,
     python_command,
     run,
     show_rank,
+    temporary_environment,
 )
 
 SWITCH_VARIABLE: Final = "AUTOPIPE_FORK_SERVER"
@@ -139,7 +139,7 @@ class ForkServer:
         files = tuple(number if each is None else each for number, each in enumerate(streams))
         if self._line is not None:
             numbers = [each if isinstance(each, int) else each.fileno() for each in files]
-            with contextlib.suppress(OSError), adopting_orphans():
+            with contextlib.suppress(OSError), adopt_orphans():
                 return ForkedProcess(_request_fork(self._line, words, env, numbers))
             self.close()
         return subprocess.Popen(
@@ -194,7 +194,7 @@ def rank_environment() -> Iterator[None]:
     changes[_LOG_LEVEL_VARIABLE] = os.environ.get(_LOG_LEVEL_VARIABLE, "ERROR")
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         changes[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-    with changed_environment(changes):
+    with temporary_environment(changes):
         yield
 
 

@@ -155,7 +155,7 @@ def launch_program(
     stop_s = timeouts.step_s + timeouts.checkpoint_s if config.saves else 0.0
     failure: Failure | None = None
     try:
-        with scratch_folder("logs") as logs, rank_environment(), _contain_elastic(config.debug):
+        with scratch_folder("logs") as logs, rank_environment(), _isolate_elastic(config.debug):
             failure = run_agent(
                 command,
                 ranks,
@@ -192,7 +192,7 @@ def launch_program(
 
 
 @contextmanager
-def _contain_elastic(debug: bool) -> Iterator[None]:
+def _isolate_elastic(debug: bool) -> Iterator[None]:
     """Context manager that restores the signal handlers that torch elastic replaces. Unless `debug`
     is set, it suppresses elastic's log lines.
     """
@@ -235,7 +235,7 @@ def run_child(
     return (lines or ["failed without a word"])[-1] if code else ""
 
 
-def run_alone(
+def run_single_rank(
     folder: Path,
     arguments: list[str],
     rank: int = 0,

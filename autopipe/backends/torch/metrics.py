@@ -145,7 +145,7 @@ class TensorBoard:
                 str(self.path), purge_step=step, flush_secs=_FLUSH_INTERVAL_S
             )
         self._last = step
-        for name, figure in scalars(record):
+        for name, figure in metric_scalars(record):
             self._writer.add_scalar(name, figure, step)
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class WeightsAndBiases:
             self._run = wandb.init(**self._start, settings=wandb.Settings(silent=True))
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
-        self._run.log({"step": record["step"], **dict(scalars(record))})
+        self._run.log({"step": record["step"], **dict(metric_scalars(record))})
 
     def close(self) -> None:
         if self._run is not None:
@@ -179,7 +179,7 @@ class WeightsAndBiases:
             self._run = None
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
+def metric_scalars(record: Record) -> Iterator[tuple[str, float]]:
     """Yield (name, value) for each metric of a record. The names are those that TensorBoard and W&B
     show, for example `train/loss`.
     """
@@ -222,7 +222,7 @@ class MetricsLog:
             return
         self._since.append(record)
         if record["step"] % self._every == 0:
-            self._write(mean_of_steps(self._since))
+            self._write(average_step_records(self._since))
             self._since = []
 
     def _write(self, record: Record) -> None:
@@ -237,7 +237,7 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         """Write the steps since the last record, then close the writers."""
         if self._since:
-            self._write(mean_of_steps(self._since))
+            self._write(average_step_records(self._since))
             self._since = []
         for writer in list(self._writers):
             self._call_writer(writer, writer.close)
@@ -269,7 +269,7 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def mean_of_steps(records: list[Record]) -> dict[str, Any]:
+def average_step_records(records: list[Record]) -> dict[str, Any]:
     """Return the last record of consecutive steps, with the mean of the step times and with rates
     averaged over the total time.
     """

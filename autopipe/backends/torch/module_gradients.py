@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from autopipe.backends.torch.exporter import ExportSubject, find_loss_result
-from autopipe.backends.torch.torch_interfaces import tensors_within
+from autopipe.backends.torch.torch_interfaces import nested_tensors
 
 _RECURRENT_FUNCTIONS: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Functions of `torch` whose only floating-point argument is the probability of the dropout between
@@ -142,7 +142,7 @@ class _WithoutDropout(TorchFunctionMode):
             self.asked.append(float(probability))
 
 
-def evaluate(
+def evaluate_module(
     subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0
 ) -> ModuleResults:
     """Return the results and gradients of the module on the inputs `tensors`. Submodules run in
@@ -168,7 +168,7 @@ def _evaluate_once(
     subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int, ulps: float
 ) -> ModuleResults:
     """Return the results and gradients of the module with its submodules in their current modes;
-    see `evaluate`.
+    see `evaluate_module`.
     """
     module = subject.module
     own = dict(module.named_parameters())
@@ -182,7 +182,7 @@ def _evaluate_once(
         replaced = {id(own[name]): each for name, each in read.items()}
         replaced |= {id(each): each.clone() for each in before.values()}
         with _replace_tensors(module, replaced):
-            results = tuple(tensors_within(module(*tensors)))
+            results = tuple(nested_tensors(module(*tensors)))
             after = {name: each.detach().clone() for name, each in module.named_buffers()}
             place = find_loss_result(results)
             gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
@@ -237,11 +237,11 @@ def _names_of_differing(
     return [
         name
         for name, each in before.items()
-        if name not in after or not _is_same(each, after[name])
+        if name not in after or not _are_equal_tensors(each, after[name])
     ]
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have equal shapes and values. A NaN equals a NaN."""
     one = one.detach()
     other = other.detach()

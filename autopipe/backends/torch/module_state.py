@@ -77,7 +77,7 @@ def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
         count = _counter_increment(results[result], signature.inputs_to_buffers, name)
         if count is not None:
             counts[name] = count
-        elif _is_statistic(results[result], signature.inputs_to_buffers, name):
+        elif _is_updated_statistic(results[result], signature.inputs_to_buffers, name):
             statistics.append(name)
         else:
             others.append(name)
@@ -133,7 +133,7 @@ def _counter_increment(node: torch.fx.Node, buffers: Mapping[str, str], name: st
     return total
 
 
-def _is_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> bool:
+def _is_updated_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> bool:
     """Return True if `node`, the new value of the buffer `name`, is the running statistic that one
     or several batch normalizations compute in sequence from the old value, and nothing except them
     and the output reads the intermediate values. `buffers` maps argument names of the traced
@@ -236,12 +236,14 @@ def overlapping_tensors(module: nn.Module) -> list[tuple[str, str]]:
     for sharing in by_storage.values():
         for place, (name, tensor) in enumerate(sharing):
             found += [
-                (name, other) for other, each in sharing[place + 1 :] if _share_bytes(tensor, each)
+                (name, other)
+                for other, each in sharing[place + 1 :]
+                if _have_common_bytes(tensor, each)
             ]
     return found
 
 
-def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors with the same storage have at least one byte of it in common."""
     starts, stops = zip(*map(_byte_range, (one, other)), strict=True)
     if max(starts) >= min(stops):
@@ -274,7 +276,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     )
 
 
-def first_name_of_each(module: nn.Module) -> dict[str, str]:
+def first_names(module: nn.Module) -> dict[str, str]:
     """Return a mapping from each name of a parameter or buffer to the tensor's first name. The two
     differ only for tied tensors.
     """

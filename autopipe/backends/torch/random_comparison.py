@@ -25,7 +25,7 @@ tested too.
 """
 
 
-def compare(device: torch.device, compiled: bool = False) -> dict[str, bool]:
+def compare_random_numbers(device: torch.device, compiled: bool = False) -> dict[str, bool]:
     """Compare the random numbers that `device` generates with those of the CPU. Return, by the
     description of each test, True if all bits are equal.
 
@@ -59,7 +59,7 @@ def _draw_functions() -> Mapping[str, Callable[[torch.device], Tensor]]:
         for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
             found[f"parameter, {scheme}, {dtype.value}"] = _init_parameter_function(scheme, dtype)
     for name, operator in _operator_functions().items():
-        found[name] = _on_device(operator)
+        found[name] = _function_on_device(operator)
     return found
 
 
@@ -97,7 +97,7 @@ def _init_parameter_function(scheme: str, dtype: DType) -> Callable[[torch.devic
     return lambda device: init_shard(parameter, _LARGE_SLICE, _SEED, 1, device)
 
 
-def _on_device(operator: Callable[[RandomStreams], Tensor]) -> Callable[[torch.device], Tensor]:
+def _function_on_device(operator: Callable[[RandomStreams], Tensor]) -> Callable[[torch.device], Tensor]:
     """Return a function of a device that runs the random operator `operator` with a random state on
     this device.
     """

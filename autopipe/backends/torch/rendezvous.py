@@ -417,7 +417,7 @@ class SharedState(BackendRendezvousStateHolder):
                 lambda: self._store.get(_STATE_KEY) if self._store.check([_STATE_KEY]) else b""
             )
         try:
-            self._state = self._taken(held)
+            self._state = self._accept_state(held)
             self._check_keys()
         except LaunchError as error:
             raise RendezvousStateError(str(error)) from error
@@ -444,7 +444,7 @@ class SharedState(BackendRendezvousStateHolder):
                 hint="set --rdzv-key FILE to equal files on all nodes",
             )
 
-    def _taken(self, held: bytes) -> RendezvousState:
+    def _accept_state(self, held: bytes) -> RendezvousState:
         """Return the state in `held`, the signed value from the store, and remember it as the
         latest state. Raise LaunchError if the signature is wrong or the state is older than the
         latest one.

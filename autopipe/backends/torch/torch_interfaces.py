@@ -201,7 +201,7 @@ def input_gradients(
 
 
 @contextmanager
-def starting_processes_by(start: Callable[..., Any]) -> Iterator[None]:
+def replace_process_start(start: Callable[..., Any]) -> Iterator[None]:
     """Context manager during which torch elastic starts each process by calling `start` instead of
     `subprocess.Popen`.
 
@@ -258,7 +258,7 @@ def abandon_capture(pool: Any) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-def completed_work() -> Any:
+def completed_work_handle() -> Any:
     """Return the handle of a finished collective, in the form that operators of the namespace
     `c10d` return.
     """
@@ -272,7 +272,7 @@ def result_count(operator: Any) -> int:
     return len(operator._schema.returns)
 
 
-def tensors_within(value: object) -> list[torch.Tensor]:
+def nested_tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in a nested structure of lists, tuples, mappings and registered classes,
     in the order in which `torch.export` flattens it.
     """

@@ -154,8 +154,8 @@ def prepare_for_onnx(program: torch.export.ExportedProgram) -> torch.export.Expo
         elif node.target is _ATEN.detach_.default:
             # The conversion to functional form would remove an in-place `detach_`.
             node.target = _ATEN.detach.default
-        elif node.target is _ATEN.embedding.default and _padding_of(node) >= 0:
-            _detach_padding(program.graph, node, _padding_of(node))
+        elif node.target is _ATEN.embedding.default and _padding_index(node) >= 0:
+            _detach_padding(program.graph, node, _padding_index(node))
     program.graph.lint()
     program.graph_module.recompile()
     if any(_needs_decomposition(node) for node in program.graph.nodes):
@@ -236,11 +236,11 @@ def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:
     """Insert a `detach` after each result of `region`, a call of a subgraph under `no_grad`."""
     for result in list(region.users):
         with graph.inserting_after(result):
-            stopped = _call(graph, result, _ATEN.detach.default, result)
+            stopped = _insert_call(graph, result, _ATEN.detach.default, result)
         result.replace_all_uses_with(stopped, delete_user_cb=partial(operator.is_not, stopped))
 
 
-def _padding_of(node: torch.fx.Node) -> int:
+def _padding_index(node: torch.fx.Node) -> int:
     """Return the index of the table row of an embedding that gets no gradient, or -1 if there is no
     such row.
     """
@@ -255,18 +255,18 @@ def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) 
     indices = lookup.args[1]
     assert isinstance(indices, torch.fx.Node)
     with graph.inserting_after(lookup):
-        stopped = _call(graph, lookup, _ATEN.detach.default, lookup)
+        stopped = _insert_call(graph, lookup, _ATEN.detach.default, lookup)
     with graph.inserting_after(stopped):
-        is_padding = _call(graph, indices, _ATEN.eq.Scalar, indices, padding)
+        is_padding = _insert_call(graph, indices, _ATEN.eq.Scalar, indices, padding)
     with graph.inserting_after(is_padding):
-        per_row = _call(graph, indices, _ATEN.unsqueeze.default, is_padding, -1)
+        per_row = _insert_call(graph, indices, _ATEN.unsqueeze.default, is_padding, -1)
     with graph.inserting_after(per_row):
-        chosen = _call(graph, lookup, _ATEN.where.self, per_row, stopped, lookup)
+        chosen = _insert_call(graph, lookup, _ATEN.where.self, per_row, stopped, lookup)
     made = (stopped, chosen)
     lookup.replace_all_uses_with(chosen, delete_user_cb=lambda user: user not in made)
 
 
-def _call(
+def _insert_call(
     graph: torch.fx.Graph, like: torch.fx.Node, target: Any, *arguments: Any
 ) -> torch.fx.Node:
     """Insert a call of `target` at the insertion point of the graph and return it. The call gets

@@ -48,7 +48,7 @@ norm of all compared tensors instead of its own norm.
 class Difference:
     """Relative difference of a tensor a from its reference b: ‖a − b‖₂ / ‖b‖₂, computed in float64.
     If b is zero, it is the absolute difference ‖a − b‖₂, unless the norm of other tensors takes the
-    place of ‖b‖₂ (see `difference`).
+    place of ‖b‖₂ (see `array_difference`).
     """
 
     tensor: str
@@ -74,7 +74,7 @@ class Spread:
     None if it is not known.
     """
 
-    def raised(self, limit: float, unit: float) -> float:
+    def raised_limit(self, limit: float, unit: float) -> float:
         """Return the maximum difference that is allowed between the result of one device and ONNX
         Runtime's result. `limit` is the maximum without regard to the spread, and `unit` the unit
         roundoff of the compared type.
@@ -105,7 +105,7 @@ class Spread:
         )
 
 
-def tensor_limit(bound: float, found: Difference, response: float) -> float:
+def max_tensor_difference(bound: float, found: Difference, response: float) -> float:
     """Return the maximum relative difference that is allowed for a tensor. `bound` is the maximum
     for a well-conditioned tensor. `found` is the measured difference. `response` is the relative
     change of the tensor if all inputs and weights are rounded once.
@@ -115,7 +115,7 @@ def tensor_limit(bound: float, found: Difference, response: float) -> float:
     return bound + _RESPONSE_FACTOR * response
 
 
-def difference(
+def array_difference(
     name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0
 ) -> Difference:
     """Return the difference of the array `ours` from `reference`, which both belong to the tensor
@@ -181,7 +181,7 @@ def tensor_differences(
                 raise VerificationError(message, where=f"rank {rank}")
             ours = tensors[str(shard.parameter)]
             reference = whole[shard.parameter][shard.box.slices]
-            found = difference(entry.value.name, ours, reference, scale)
+            found = array_difference(entry.value.name, ours, reference, scale)
             worst[shard.parameter] = max(
                 worst.get(shard.parameter, found), found, key=lambda each: each.relative
             )

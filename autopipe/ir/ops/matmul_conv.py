@@ -273,7 +273,7 @@ def spatial_window_words(
     window = window_of(signature.node, kernel, *extents)
     splits = [not indexed] * len(kernel)
     if averages and not indexed:
-        edges = zip(window.begin, window.end, window.needed(*extents), strict=True)
+        edges = zip(window.begin, window.end, window.exact_end_pads(*extents), strict=True)
         counted = bool(signature.node.integer("count_include_pad"))
         splits = [
             reached <= end if counted else begin == 0 and reached <= 0

@@ -652,7 +652,7 @@ class SpatialWindow:
             for size, dilation in zip(self.kernel, self.dilations, strict=True)
         )
 
-    def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
+    def without_split_pads(self, is_split: Callable[[str], bool]) -> SpatialWindow:
         """Return the window without the pads of spatial axes that are split. `is_split` is called
         with the name of the axis, o0, o1 and so on.
         """
@@ -675,7 +675,7 @@ class SpatialWindow:
         is_same = (stride, begin, reach) == (1, 0, 1) and source == result
         return word if is_same else f"[{word} {stride} {-begin} {reach}]", word
 
-    def spread(self, source: tuple[int, ...]) -> tuple[int, ...]:
+    def covered_sizes(self, source: tuple[int, ...]) -> tuple[int, ...]:
         """Return, for each axis, the size that `source` consecutive windows cover. The result of a
         transposed convolution has this size before it is cropped.
         """
@@ -684,11 +684,11 @@ class SpatialWindow:
             for count, stride, reach in zip(source, self.strides, self.reach, strict=True)
         )
 
-    def needed(self, source: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
+    def exact_end_pads(self, source: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
         """Return, for each axis, the pads at the end with which `result` windows exactly cover an
         operand of size `source`. A pad is negative if the windows do not read the last elements.
         """
-        covered = zip(self.spread(result), source, self.begin, strict=True)
+        covered = zip(self.covered_sizes(result), source, self.begin, strict=True)
         return tuple(whole - extent - begin for whole, extent, begin in covered)
 
 
@@ -704,7 +704,7 @@ def window_of(
     pads = (node.integers("pads") if policy == "NOTSET" else ()) or (0,) * (2 * rank)
     window = SpatialWindow(kernel, strides, dilations, pads[:rank], pads[rank:])
     if policy in ("SAME_UPPER", "SAME_LOWER"):
-        totals = [max(total, 0) for total in window.needed(source, result)]
+        totals = [max(total, 0) for total in window.exact_end_pads(source, result)]
         small = tuple(total // 2 for total in totals)
         large = tuple(total - total // 2 for total in totals)
         begin, end = (small, large) if policy == "SAME_UPPER" else (large, small)

@@ -132,10 +132,14 @@ def part_transfers(
         wanted = own.intersect(shared.received)
         if wanted is None:
             return []
-        wanted = wanted.moved(shared.received, shared.sent)
+        wanted = wanted.moved_between(shared.received, shared.sent)
         cuts = ((holders, box, box.intersect(wanted)) for box, holders in held)
         return [
-            (holders, common.within(box), common.moved(shared.sent, shared.received).within(own))
+            (
+                holders,
+                common.relative_to(box),
+                common.moved_between(shared.sent, shared.received).relative_to(own),
+            )
             for holders, box, common in cuts
             if common is not None
         ]

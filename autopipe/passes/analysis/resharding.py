@@ -400,7 +400,7 @@ def with_redistributions(
                 needs = needed.get(name, {})
                 is_single = len(needs) == 1 and name not in outputs
                 for step in reduction_steps(
-                    layout, next(iter(needs)) if is_single else layout.reduced()
+                    layout, next(iter(needs)) if is_single else layout.after_all_reduce()
                 ):
                     yield ValueRedistribution(name, step)
                     current = step.result
@@ -417,7 +417,7 @@ def _needed_layouts(
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is not None and name not in skipped:
-                needed.setdefault(name, {})[need.even()] = None
+                needed.setdefault(name, {})[need.with_even_shards()] = None
     return needed
 
 

@@ -21,7 +21,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import OPERATORS
 from autopipe.ir.problem import matches_pattern
-from autopipe.ir.words import list_first
+from autopipe.ir.words import join_first
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.elements import read_stored_data
 from autopipe.passes.frontend.merged_parameters import PRODUCER
@@ -127,7 +127,7 @@ def quote_names(names: tuple[str, ...]) -> str:
     """Return a list of quoted names for messages: the first `NAMED` names, and the number of
     further names.
     """
-    return list_first([repr(name) for name in names], NAMED)
+    return join_first([repr(name) for name in names], NAMED)
 
 
 def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:

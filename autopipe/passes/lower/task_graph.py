@@ -468,7 +468,7 @@ class _Builder:
                 else ()
             ):
                 held = sum(block.elements for block in bucket.blocks)
-                own = sum(run.stop - run.start for run in bucket.runs(self.code.rank))
+                own = sum(run.stop - run.start for run in bucket.element_ranges(self.code.rank))
                 size -= (held - own) * bucket.blocks[0].itemsize
             update = self._append_task(
                 TaskNode("update", "UPDATE", bytes=size, after=(*accumulated, *reductions))

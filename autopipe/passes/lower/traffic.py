@@ -22,8 +22,8 @@ from autopipe.ir.program import (
     ParameterShard,
     StageCode,
     backward_collective,
-    in_kind_order,
     make_buckets,
+    order_by_kind,
 )
 from autopipe.passes.analysis.recompute import recomputed_segments, values_with_gradient
 from autopipe.passes.lower.lower import program_parts
@@ -115,7 +115,7 @@ def communication_bytes(
         # If the optimizer state is sharded, the all-gather of the parameters moves the same number
         # of bytes again.
         total += Counter(gradient=size, parameter=size * shard)
-    return in_kind_order(total)
+    return order_by_kind(total)
 
 
 @dataclass(frozen=True, slots=True)

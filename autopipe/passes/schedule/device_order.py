@@ -178,7 +178,7 @@ def _with_group_order(problem: Problem, order: Sequence[int]) -> tuple[Problem, 
     """Return (reordered problem, original devices): the problem with its device groups in the order
     `order`, and for each device of that problem its index in the original cluster.
     """
-    cluster, original = problem.cluster.reordered(order)
+    cluster, original = problem.cluster.with_pool_order(order)
     new_index = {device: index for index, device in enumerate(original)}
     constraints = (
         replace(

@@ -28,7 +28,7 @@ from autopipe.ir.layout import (
     Layout,
     MeshAxes,
     WindowedShards,
-    coordinate_along,
+    combined_coordinate,
     merge_axes,
     replicated_layout,
     sharded_over_neighbours,
@@ -171,7 +171,7 @@ def _overlap_between(
         for number, (axes, window) in enumerate(shardings):
             even = cells // total_degree(axes)
             shards = window or WindowedShards(even, 0, even)
-            starts[number] = coordinate_along(axes, positions) * shards.step + shards.offset
+            starts[number] = combined_coordinate(axes, positions) * shards.step + shards.offset
             stops[number] = starts[number] + shards.length
         return np.maximum(starts, 0), np.minimum(stops, cells)
 
@@ -471,7 +471,7 @@ class ReshardTable:
         """
         if not any(source.is_partial for source in sources):
             return self.seconds(sources, targets, size_bytes)
-        evens = [target.even() for target in targets]
+        evens = [target.with_even_shards() for target in targets]
         key = (
             tuple([(each.shard_axes, each.sums, each.means) for each in sources]),
             tuple([each.shard_axes for each in evens]),
@@ -532,7 +532,7 @@ class ReshardTable:
         `sources` may have partial sums, which are all-reduced first. The unsharded value has
         `size_bytes` bytes.
         """
-        moving = self.seconds([each.reduced() for each in sources], targets, size_bytes)
+        moving = self.seconds([each.after_all_reduce() for each in sources], targets, size_bytes)
         return self.to_copies(sources, size_bytes)[:, None] + moving
 
     def to_copies(self, sources: Sequence[Layout], size_bytes: float) -> Floats:
@@ -605,13 +605,15 @@ def shared_value(
     reached by a cheaper reduce-scatter, and allows only readers in configurations that need this
     layout.
     """
-    held = [layout.reduced() for layout in source.layouts]
+    held = [layout.after_all_reduce() for layout in source.layouts]
     free = list(
-        dict.fromkeys([*held, *(layout.even() for reader in readers for layout in reader.layouts)])
+        dict.fromkeys(
+            [*held, *(layout.with_even_shards() for reader in readers for layout in reader.layouts)]
+        )
     )
     bound: list[Layout] = []
     if not given and any(layout.is_partial for layout in source.layouts):
-        evens = [{layout.even() for layout in reader.layouts} for reader in readers]
+        evens = [{layout.with_even_shards() for layout in reader.layouts} for reader in readers]
         bound = [layout for layout in free if all(layout in even for even in evens)]
     from_source = [table.to_all(source.layouts, free, size_bytes)]
     if bound:
@@ -624,7 +626,8 @@ def shared_value(
         if bound:
             seconds_to_equal = table.seconds(bound, reader.layouts, size_bytes)
             moving.append(
-                seconds_to_equal + _only_equal(bound, [layout.even() for layout in reader.layouts])
+                seconds_to_equal
+                + _only_equal(bound, [layout.with_even_shards() for layout in reader.layouts])
             )
         to_reader[id(reader)] = np.concatenate(moving)[:, reader.layout_of] * times
     to_readers = tuple(to_reader[id(reader)] for reader in readers)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch import random_comparison
-from autopipe.backends.torch.random_comparison import compare
+from autopipe.backends.torch.random_comparison import compare_random_numbers
 from autopipe.backends.torch.runtime.random_numbers import philox, philox_numpy
 
 
@@ -19,14 +19,14 @@ from autopipe.backends.torch.runtime.random_numbers import philox, philox_numpy
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.timeout(900)
 def test_a_gpu_draws_the_bits_of_a_cpu() -> None:
-    found = compare(torch.device("cuda"), compiled=True)
+    found = compare_random_numbers(torch.device("cuda"), compiled=True)
     assert [name for name, equal in found.items() if not equal] == []
 
 
 def test_every_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of another key are found to differ."""
     cpu = torch.device("cpu")
-    assert all(compare(cpu).values())
+    assert all(compare_random_numbers(cpu).values())
     draws = random_comparison._draw_functions()
     expected = {name: draw(cpu) for name, draw in draws.items()}
     monkeypatch.setattr(philox_numpy, "_KEY_STEPS", (1, 2))

@@ -176,7 +176,7 @@ def test_elastic_starts_processes_by_a_function_and_afterwards_as_usual(tmp_path
         assert not result.is_failed()
         return Path(result.stdouts[0]).read_text()
 
-    with torch_interfaces.starting_processes_by(start):
+    with torch_interfaces.replace_process_start(start):
         assert run("ours") == "ours\n"
     assert [command[:2] for command in started] == [(sys.executable, "-c")]
     assert run("usual") == "usual\n"
@@ -406,7 +406,7 @@ def test_number_of_results(operator: Any, count: int) -> None:
 
 def test_tensors_within_nested_values() -> None:
     first, second, third = torch.ones(3, 2).unbind()
-    found = torch_interfaces.tensors_within({"a": (first, None), "b": [second, {"c": third}, 1]})
+    found = torch_interfaces.nested_tensors({"a": (first, None), "b": [second, {"c": third}, 1]})
     assert all(map(torch.equal, found, (first, second, third)))
     assert len(found) == 3
 
@@ -425,7 +425,7 @@ def test_operators_of_batch_norm() -> None:
 
 
 def test_exchanges_of_fake_ranks_end_at_once() -> None:
-    """A rank of a world that is not there; its collectives go through `completed_work`."""
+    """A rank of a world that is not there; its collectives go through `completed_work_handle`."""
     script = """
 import torch, torch.distributed as dist
 from autopipe.backends.torch.torch_interfaces import FakeStore, TorchDispatchMode, completed_work, result_count

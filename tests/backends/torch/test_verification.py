@@ -16,10 +16,10 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import (
     Difference,
-    difference,
+    array_difference,
+    max_tensor_difference,
     read_outputs,
     tensor_differences,
-    tensor_limit,
 )
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import DType, Value
@@ -39,7 +39,7 @@ def test_differences_are_relative_norms(ours: np.ndarray, reference: np.ndarray)
     )
     norm = math.sqrt(sum(b**2 for b in reference.tolist()))
     expected = distance / norm if norm else distance
-    assert difference("x", ours, reference).relative == pytest.approx(
+    assert array_difference("x", ours, reference).relative == pytest.approx(
         expected, rel=1e-9, abs=1e-300
     )
 
@@ -48,7 +48,7 @@ def test_differences_are_relative_norms(ours: np.ndarray, reference: np.ndarray)
 def test_equal_arrays_do_not_differ(array: np.ndarray) -> None:
     for index, number in enumerate(SPECIAL):
         array[index] = number
-    assert difference("x", array.copy(), array).relative == 0.0
+    assert array_difference("x", array.copy(), array).relative == 0.0
 
 
 @pytest.mark.parametrize("special", SPECIAL)
@@ -57,22 +57,22 @@ def test_infinities_and_nans_must_be_matched(special: float, other: float) -> No
     pair = np.array([1.0, special]), np.array([1.0, other])
     same = special == other or (math.isnan(special) and math.isnan(other))
     for ours, reference in (pair, pair[::-1]):
-        assert difference("x", ours, reference).relative == (0.0 if same else math.inf)
+        assert array_difference("x", ours, reference).relative == (0.0 if same else math.inf)
 
 
 def test_shapes_and_whole_numbers() -> None:
-    assert difference("x", np.zeros((2, 3)), np.zeros((3, 2))).relative == math.inf
-    assert difference("x", np.array([1, 2]), np.array([1, 2])).relative == 0.0
-    assert difference("x", np.array([1, 2]), np.array([1, 3])).relative == math.inf
-    assert difference("x", np.array([True]), np.array([False])).relative == math.inf
-    assert difference("x", np.array([1j]), np.array([1.0 + 0j])).relative == pytest.approx(
+    assert array_difference("x", np.zeros((2, 3)), np.zeros((3, 2))).relative == math.inf
+    assert array_difference("x", np.array([1, 2]), np.array([1, 2])).relative == 0.0
+    assert array_difference("x", np.array([1, 2]), np.array([1, 3])).relative == math.inf
+    assert array_difference("x", np.array([True]), np.array([False])).relative == math.inf
+    assert array_difference("x", np.array([1j]), np.array([1.0 + 0j])).relative == pytest.approx(
         math.sqrt(2)
     )
 
 
 def test_single_precision_is_compared_in_double() -> None:
     reference = np.full(4, 1e30, np.float32)
-    assert difference("x", reference * np.float32(1.5), reference).relative == pytest.approx(
+    assert array_difference("x", reference * np.float32(1.5), reference).relative == pytest.approx(
         0.5, rel=1e-6
     )
 
@@ -80,12 +80,12 @@ def test_single_precision_is_compared_in_double() -> None:
 def test_what_is_zero_but_for_rounding_is_compared_in_units_of_the_rest() -> None:
     tiny = np.array([1e-9])
     other = np.array([3e-9])
-    assert difference("x", other, tiny).relative == pytest.approx(2.0)
-    assert difference("x", other, tiny, scale=1.0).relative == pytest.approx(2e-9)
-    assert difference("x", np.array([0.5]), tiny, scale=1.0).relative == pytest.approx(0.5)
-    assert difference("x", np.array([2e-3]), np.array([1e-3]), scale=1.0).relative == pytest.approx(
-        1.0
-    )
+    assert array_difference("x", other, tiny).relative == pytest.approx(2.0)
+    assert array_difference("x", other, tiny, scale=1.0).relative == pytest.approx(2e-9)
+    assert array_difference("x", np.array([0.5]), tiny, scale=1.0).relative == pytest.approx(0.5)
+    assert array_difference(
+        "x", np.array([2e-3]), np.array([1e-3]), scale=1.0
+    ).relative == pytest.approx(1.0)
 
 
 @pytest.fixture
@@ -201,15 +201,15 @@ BOUND = 4e-6
 
 def test_the_limit_of_a_tensor_follows_what_a_rounding_changes_it_by() -> None:
     gradient = Difference("w", 1e-3)
-    assert tensor_limit(BOUND, gradient, 0.0) == BOUND
-    assert tensor_limit(BOUND, gradient, 1e-5) == pytest.approx(4e-5 + BOUND)
-    assert tensor_limit(BOUND, gradient, 1e-4) < 1e-3, "a factor of 1.001 is found"
+    assert max_tensor_difference(BOUND, gradient, 0.0) == BOUND
+    assert max_tensor_difference(BOUND, gradient, 1e-5) == pytest.approx(4e-5 + BOUND)
+    assert max_tensor_difference(BOUND, gradient, 1e-4) < 1e-3, "a factor of 1.001 is found"
 
 
 def test_what_has_no_digits_is_held_against_all_that_is_compared() -> None:
     """A rounding changes it by a half; of all gradients together it is little or a tenth."""
-    assert tensor_limit(BOUND, Difference("bias", 0.9, share=1e-6), 0.5) == 1.0
-    assert tensor_limit(BOUND, Difference("bias", 0.9, share=1e-5), 0.5) == pytest.approx(
+    assert max_tensor_difference(BOUND, Difference("bias", 0.9, share=1e-6), 0.5) == 1.0
+    assert max_tensor_difference(BOUND, Difference("bias", 0.9, share=1e-5), 0.5) == pytest.approx(
         BOUND * 1e5
     )
-    assert tensor_limit(BOUND, Difference("bias", 0.9, share=0.1), 0.5) < 1e-4
+    assert max_tensor_difference(BOUND, Difference("bias", 0.9, share=0.1), 0.5) < 1e-4

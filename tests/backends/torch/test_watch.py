@@ -169,7 +169,7 @@ def test_a_watcher_that_was_stopped_blames_nobody_for_that_time(
     hangs = []
     for later in (1, 1000, 1004, 1008, 1012, 1016, 1021):
         monkeypatch.setattr(time, "monotonic", lambda at=now + later: at)
-        hangs.append(watch.look() is not None)
+        hangs.append(watch.check() is not None)
     assert hangs == [False] * 6 + [True]
 
 

@@ -63,7 +63,7 @@ def own_sizes_plan(sizes, micro_batches=6, model="/models/gpt.onnx"):
         )
         for a, b in edges
         for own in range(turns[a])
-        for other in graph.sharing(a, own, b)
+        for other in graph.micro_batches_sharing_samples(a, own, b)
     )
     prediction = Prediction(predicted, messages)
     schedule = order_kfkb(graph, micro_batches, True, make_ticks(predicted))

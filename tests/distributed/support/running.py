@@ -16,7 +16,12 @@ from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, wr
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.runtime.state.parameters import init_shard
-from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
+from autopipe.backends.torch.verification import (
+    Difference,
+    array_difference,
+    read_losses,
+    read_outputs,
+)
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import full_slice
 from autopipe.ir.placement import Placement, Stage, stage_edges
@@ -242,7 +247,7 @@ def largest_difference(found: Step, expected: Step) -> Difference:
     for index, gradient in expected.gradients.items():
         name = f"the gradient of parameter {index}"
         if index in found.gradients:
-            differences.append(difference(name, found.gradients[index], gradient, scale))
+            differences.append(array_difference(name, found.gradients[index], gradient, scale))
         elif gradient.any():
             differences.append(Difference(name, math.inf))
     return max(differences, key=lambda each: each.relative)

@@ -170,7 +170,7 @@ def cut_alone(step: Redistribution, held: np.ndarray, position: int) -> np.ndarr
     found = np.full(need.shape, FILL)
     common = have.intersect(need)
     if common is not None:
-        part(found, common.within(need))[...] = part(held, common.within(have))
+        part(found, common.relative_to(need))[...] = part(held, common.relative_to(have))
     return found
 
 
@@ -181,8 +181,8 @@ def redistributed(step: Redistribution, held: Blocks, received: Counter[int]) ->
     ]
     untouched = [np.ones(each.shape, bool) for each in found]
     for move in slice_transfers(step.source, step.result, group):
-        block = part(held[move.source], move.part.within(step.source.shard(move.source)))
-        place = move.part.within(step.result.shard(move.target))
+        block = part(held[move.source], move.part.relative_to(step.source.shard(move.source)))
+        place = move.part.relative_to(step.result.shard(move.target))
         assert part(untouched[move.target], place).all(), "each element once"
         part(untouched[move.target], place)[...] = False
         part(found[move.target], place)[...] = block

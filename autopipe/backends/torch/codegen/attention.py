@@ -28,8 +28,8 @@ def _emit_attention(call: Call) -> str:
         query_heads = call.operand(0).shape[1]
         groups = call.operand(1).shape[1]
     else:
-        groups = call.share(node.integer("kv_num_heads"), "h")
-        query_heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
+        groups = call.local_count(node.integer("kv_num_heads"), "h")
+        query_heads = call.local_count(call.local_count(node.integer("q_num_heads"), "h"), "r")
     # Reshape the operands to [batch, heads, sequence, features].
     words = [call.arg(index) for index in range(3)]
     if not by_head:
@@ -49,7 +49,7 @@ def _emit_attention(call: Call) -> str:
         *words,
         mask=call.arg(3) if call.present(3) else None,
         causal=call.flag("is_causal"),
-        scale=call.stated("scale", 0.0) if node.number("scale") else None,
+        scale=call.float_attribute("scale", 0.0) if node.number("scale") else None,
     )
     return fused if by_head else f"{fused}.transpose(1, 2).flatten(2)"
 
@@ -88,9 +88,9 @@ def _emit_general_attention(call: Call, operands: list[str]) -> str:
     code = call_code(
         "operators.attention",
         *words,
-        scale=call.stated("scale", 0.0) if node.number("scale") else None,
+        scale=call.float_attribute("scale", 0.0) if node.number("scale") else None,
         causal=call.flag("is_causal"),
-        softcap=call.stated("softcap", 0.0) if node.number("softcap") else None,
+        softcap=call.float_attribute("softcap", 0.0) if node.number("softcap") else None,
         window=window if window != (-1, -1) else None,
         precision=None if precision is None else torch_dtype(precision),
         capture=node.integer("qk_matmul_output_mode") if len(outputs) > 3 and outputs[3] else None,
@@ -105,7 +105,9 @@ def _emit_linear_attention(call: Call) -> str:
     the node must have. Raise ModelError if one of them is missing or an additional one is present.
     """
     node = call.node
-    rule = call.choice("update_rule", "gated_delta", ("linear", "gated", "delta", "gated_delta"))
+    rule = call.text_attribute(
+        "update_rule", "gated_delta", ("linear", "gated", "delta", "gated_delta")
+    )
     needed = {4: "gated" in rule, 5: "delta" in rule}
     if any(call.present(index) != takes for index, takes in needed.items()):
         message = f"the operands of LinearAttention do not match its update rule {rule!r}"
@@ -118,16 +120,16 @@ def _emit_linear_attention(call: Call) -> str:
     words = [call.arg(0), call.arg(1), call.arg(2), *map(call.optional, range(3, 6))]
     while words[-1] == "None":
         words.pop()
-    groups = call.share(node.integer("kv_num_heads"), "h")
-    heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
-    scale = call.stated("scale", 0.0) if node.number("scale") else None
+    groups = call.local_count(node.integer("kv_num_heads"), "h")
+    heads = call.local_count(call.local_count(node.integer("q_num_heads"), "h"), "r")
+    scale = call.float_attribute("scale", 0.0) if node.number("scale") else None
     return call.outputs(
         call_code("operators.linear_attention", *words, heads=heads, groups=groups, scale=scale)
     )
 
 
 def _emit_causal_convolution(call: Call) -> str:
-    active = call.choice("activation", "none", ("none", "silu", "swish")) != "none"
+    active = call.text_attribute("activation", "none", ("none", "silu", "swish")) != "none"
     words = [call.arg(0), call.arg(1), call.optional(2), call.optional(3)]
     while words[-1] == "None":
         words.pop()
@@ -144,7 +146,7 @@ def _emit_contrib_rotary_embedding(call: Call) -> str:
             start += f" + {group}.position * {seq}"
         positions = f"({start} + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
     stated = call.node.integer("num_heads")
-    heads = call.share(stated, "h") if stated else shape[-1] // (2 * call.operand(2).shape[1])
+    heads = call.local_count(stated, "h") if stated else shape[-1] // (2 * call.operand(2).shape[1])
     return _rotary_embedding_code(call, [call.arg(2), call.arg(3), positions], heads)
 
 
@@ -191,7 +193,7 @@ def _emit_fused_matmul(call: Call) -> str:
     return (
         product
         if call.node.number("alpha", 1.0) == 1.0
-        else f"{call.stated('alpha', 1.0)} * {product}"
+        else f"{call.float_attribute('alpha', 1.0)} * {product}"
     )
 
 
@@ -204,7 +206,7 @@ def _emit_skip_norm(function: str, last: int, call: Call) -> str:
     group = call.group(f"d{call.rank - 1}")
     name = f"operators.{'sharded_' if group else ''}{function}"
     return call.outputs(
-        call_code(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group)
+        call_code(name, call.args(3), *vectors, call.float_attribute("epsilon", 1e-12), group)
     )
 
 
@@ -215,7 +217,7 @@ ATTENTION: dict[str, CodeEmitter] = {
     "RotaryEmbedding": lambda call: _rotary_embedding_code(
         call,
         [call.arg(1), call.arg(2), call.optional(3)],
-        call.share(call.node.integer("num_heads"), "h"),
+        call.local_count(call.node.integer("num_heads"), "h"),
     ),
     "autopipe.Rotary": _emit_fused_rotary_embedding,
     **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_emit_gelu, "")),

@@ -99,7 +99,7 @@ class Call(Signature):
         """
         return ", ".join(map(self.optional, range(count)))
 
-    def share(self, count: int, axis: str) -> int:
+    def local_count(self, count: int, axis: str) -> int:
         """Return the number of heads or groups on this rank: the full number `count` divided by the
         degree of the split along `axis`.
         """
@@ -172,7 +172,7 @@ class Call(Signature):
             else python_literal(value)
         )
 
-    def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
+    def text_attribute(self, name: str, default: str, choices: Iterable[str]) -> str:
         """Return the text attribute `name`, which is `default` if it is absent. Raise ModelError if
         the text is not in `choices`.
         """
@@ -183,7 +183,7 @@ class Call(Signature):
             raise ModelError(message, hint=hint, where=repr(self.node.name))
         return text
 
-    def stated(self, name: str, default: float) -> str:
+    def float_attribute(self, name: str, default: float) -> str:
         """Return the literal of the float attribute `name`, which is `default` if it is absent.
         Attributes have single precision. The literal is the shortest one that rounds to the value,
         or the exact value if a result is float64.
@@ -240,7 +240,7 @@ def torch_dtype(dtype: DType) -> str:
     """Return the code of the torch type that holds elements of `dtype` in memory, such as
     `torch.float32`.
     """
-    return f"torch.{dtype.held}"
+    return f"torch.{dtype.torch_name}"
 
 
 CodeEmitter = Callable[[Call], str]
@@ -252,7 +252,8 @@ def template_emitter(template: str, **defaults: float) -> CodeEmitter:
     `defaults` has the default values of the attributes.
     """
     return lambda call: template.format(
-        *call.codes, **{name: call.stated(name, default) for name, default in defaults.items()}
+        *call.codes,
+        **{name: call.float_attribute(name, default) for name, default in defaults.items()},
     )
 
 

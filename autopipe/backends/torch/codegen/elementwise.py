@@ -37,7 +37,7 @@ def emit_cast(call: Call) -> str:
         code,
         call.result().dtype,
         saturates,
-        call.choice("round_mode", "up", ("up", "down", "nearest")),
+        call.text_attribute("round_mode", "up", ("up", "down", "nearest")),
     )
 
 
@@ -58,7 +58,7 @@ def cast_code(code: str, dtype: DType, saturate: bool = True, rounding: str = "u
     if dtype.is_float8:
         return call_code("operators.to_float8", code, torch_dtype(dtype), saturate=kept)
     if dtype.packed_bits:
-        return call_code("operators.wrapped", code, dtype.packed_bits, dtype.held == "int8")
+        return call_code("operators.wrapped", code, dtype.packed_bits, dtype.torch_name == "int8")
     return f"{code}.to({torch_dtype(dtype)})"
 
 
@@ -70,7 +70,7 @@ def emit_quantize_linear(call: Call) -> str:
         return cast_code(ratio, target, bool(call.node.integer("saturate", 1)))
     limits = None
     if target.packed_bits:
-        lowest = -(1 << target.packed_bits - 1) if target.held == "int8" else 0
+        lowest = -(1 << target.packed_bits - 1) if target.torch_name == "int8" else 0
         limits = lowest, lowest + (1 << target.packed_bits) - 1
     return _linear_quantization_code(
         "quantize_linear", call, call.args(2), call.optional(2), call.dtype, limits=limits
@@ -115,7 +115,7 @@ def emit_unpack(call: Call) -> str:
     a byte.
     """
     dtype = call.result().dtype
-    settings = dtype.packed_bits, dtype.held == "int8", call.result().shape
+    settings = dtype.packed_bits, dtype.torch_name == "int8", call.result().shape
     return call_code("operators.unpack", call.arg(0), *settings)
 
 
@@ -231,7 +231,9 @@ def _emit_where(call: Call) -> str:
 
 def _emit_clip(call: Call) -> str:
     if call.opset < 11:
-        bounds = {name: call.stated(name, 0.0) for name in ("min", "max") if call.node.has(name)}
+        bounds = {
+            name: call.float_attribute(name, 0.0) for name in ("min", "max") if call.node.has(name)
+        }
     else:
         given = {name: index for name, index in (("min", 1), ("max", 2)) if call.present(index)}
         known = all(call.scalar(index) is not None for index in given.values())
@@ -254,7 +256,7 @@ def _emit_is_inf(call: Call) -> str:
 
 
 def _emit_bit_shift(call: Call) -> str:
-    direction = call.choice("direction", "", ("LEFT", "RIGHT")).lower()
+    direction = call.text_attribute("direction", "", ("LEFT", "RIGHT")).lower()
     return f"torch.bitwise_{direction}_shift({call.args(2)})"
 
 
@@ -311,13 +313,13 @@ _NUMERIC_EMITTERS: dict[str, CodeEmitter] = {
 
 
 def _emit_gelu(call: Call) -> str:
-    approximate = call.choice("approximate", "none", ("none", "tanh"))
+    approximate = call.text_attribute("approximate", "none", ("none", "tanh"))
     return call_code("F.gelu", call.arg(0), approximate='"tanh"' if approximate == "tanh" else None)
 
 
 def _emit_hard_sigmoid(call: Call) -> str:
-    alpha = call.stated("alpha", 0.2)
-    beta = call.stated("beta", 0.5)
+    alpha = call.float_attribute("alpha", 0.2)
+    beta = call.float_attribute("beta", 0.5)
     if (alpha, beta) == (float_literal(1 / 6), "0.5"):
         return f"F.hardsigmoid({call.arg(0)})"
     return f"torch.clamp({alpha} * {call.arg(0)} + {beta}, 0.0, 1.0)"
@@ -347,7 +349,7 @@ def _swish_alpha_literal(call: Call) -> str:
     """Return the literal of α for the form silu(α x) / α of x · sigmoid(α x), for which autograd
     saves only one tensor. An α of 0 is replaced by 1e-6, because the form divides by α.
     """
-    return call.stated("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
+    return call.float_attribute("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
 
 
 def _emit_swiglu(call: Call) -> str:
@@ -483,8 +485,8 @@ files.
 
 
 def _emit_grid_sample(call: Call) -> str:
-    mode = _INTERPOLATION_MODES[call.choice("mode", "linear", _INTERPOLATION_MODES)]
-    padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
+    mode = _INTERPOLATION_MODES[call.text_attribute("mode", "linear", _INTERPOLATION_MODES)]
+    padding = call.text_attribute("padding_mode", "zeros", ("zeros", "border", "reflection"))
     corners = bool(call.node.integer("align_corners"))
     return call_code(
         "F.grid_sample",
@@ -526,7 +528,7 @@ def _emit_roi_align(call: Call) -> str:
         call.args(3),
         size=call.result().shape[2:],
         samples=node.integer("sampling_ratio"),
-        scale=call.stated("spatial_scale", 1.0),
+        scale=call.float_attribute("spatial_scale", 1.0),
         half_pixel=half_pixel == "half_pixel",
         largest=node.text("mode", "avg") == "max",
     )
@@ -534,7 +536,7 @@ def _emit_roi_align(call: Call) -> str:
 
 def _emit_max_roi_pool(call: Call) -> str:
     size = call.result().shape[2:]
-    scale = call.stated("spatial_scale", 1.0)
+    scale = call.float_attribute("spatial_scale", 1.0)
     return call_code("operators.max_roi_pool", call.args(2), size=size, scale=scale)
 
 
@@ -568,7 +570,7 @@ def _emit_dropout(call: Call) -> str:
     mask = call.results[1] if both else None
     # The ratio is an attribute before opset 12, an operand from opset 12 on.
     stated = call.opset < 12 or not call.present(1)
-    ratio = call.stated("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
+    ratio = call.float_attribute("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
     if not may_drop_elements(call) or ratio == "0.0":
         kind = torch_dtype(DType.BOOL if mask is None else mask.dtype)
         return f"({data}, torch.ones_like({data}, dtype={kind}))" if both else data
@@ -586,7 +588,7 @@ def _emit_random_draw(function: str, call: Call, **defaults: float) -> str:
     """Return the call of the runtime's function `function`, which draws random numbers. `defaults`
     has the float attributes that are its parameters, with their default values.
     """
-    parameters = (call.stated(*each) for each in defaults.items())
+    parameters = (call.float_attribute(*each) for each in defaults.items())
     return call_code(
         f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype
     )

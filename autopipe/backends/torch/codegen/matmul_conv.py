@@ -102,7 +102,7 @@ def _local_spatial_window(call: Call, kernel: Extents) -> SpatialWindow:
     shard.
     """
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
-    return window.inside(call.is_split)
+    return window.without_split_pads(call.is_split)
 
 
 def _window_and_groups(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
@@ -161,7 +161,7 @@ def _emit_conv_transpose(call: Call) -> str:
     window = SpatialWindow(
         kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none
     )
-    full = window.spread(source)
+    full = window.covered_sizes(source)
     # `begin` is the number of elements that are cropped at the start of each axis.
     policy = node.text("auto_pad", "NOTSET")
     if policy == "NOTSET" and not node.has("output_shape"):
@@ -239,7 +239,7 @@ def _exact_pads_code(call: Call, window: SpatialWindow) -> str:
     """Return the code of the pads, in the order of `F.pad`, with which the windows of the result
     exactly cover the padded operand.
     """
-    end = window.needed(call.operand(0).shape[2:], call.result().shape[2:])
+    end = window.exact_end_pads(call.operand(0).shape[2:], call.result().shape[2:])
     return pads_code(window.begin, tuple(max(extent, 0) for extent in end))
 
 

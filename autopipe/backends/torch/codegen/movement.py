@@ -106,13 +106,15 @@ def _dimension_slice_code(start: int, count: int, step: int, extent: int) -> str
 
 def _emit_pad(call: Call) -> str:
     pads = pad_widths(call)
-    mode = call.choice("mode", "constant", ("constant", "reflect", "edge", "wrap"))
+    mode = call.text_attribute("mode", "constant", ("constant", "reflect", "edge", "wrap"))
     if all(pair == (0, 0) for pair in pads):
         return call.arg(0)
     if mode != "constant":
         return f'operators.pad({call.arg(0)}, {pads}, "{mode}")'
     return pad_code(
-        call.arg(0), pads, call.stated("value", 0.0) if call.opset < 11 else call.scalar(2) or "0"
+        call.arg(0),
+        pads,
+        call.float_attribute("value", 0.0) if call.opset < 11 else call.scalar(2) or "0",
     )
 
 
@@ -154,7 +156,7 @@ def _emit_depth_and_space(call: Call, to_space: bool) -> str:
     """Return the code of DepthToSpace (`to_space`) or SpaceToDepth."""
     block = call.node.integer("blocksize")
     (batch, channels, height, width) = call.operand(0).shape
-    if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
+    if call.text_attribute("mode", "DCR", ("DCR", "CRD")) == "CRD":
         return f"F.pixel_{'shuffle' if to_space else 'unshuffle'}({call.arg(0)}, {block})"
     if to_space:
         extents = (batch, block, block, channels // block**2, height, width)
@@ -253,7 +255,7 @@ written to one position.
 
 def _scatter_reduction_code(call: Call) -> str | None:
     """Return the code of torch's name of the node's reduction, or None if there is no reduction."""
-    reduction = call.choice("reduction", "none", ("none", *_SCATTER_REDUCTIONS))
+    reduction = call.text_attribute("reduction", "none", ("none", *_SCATTER_REDUCTIONS))
     return f'"{_SCATTER_REDUCTIONS[reduction]}"' if reduction != "none" else None
 
 
@@ -263,7 +265,7 @@ def _emit_scatter_elements(call: Call) -> str:
 
 
 def _emit_tensor_scatter(call: Call) -> str:
-    circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
+    circular = call.text_attribute("mode", "linear", ("linear", "circular")) == "circular"
     return call_code(
         "operators.tensor_scatter", call.args(2), call.optional(2), call.axis(-2), circular=circular
     )
@@ -301,7 +303,7 @@ def _emit_resize(call: Call) -> str:
         repr(mode),
         repr(places),
         rounding=repr(rounding) if mode == "nearest" else None,
-        coefficient=call.stated("cubic_coeff_a", -0.75) if mode == "cubic" else None,
+        coefficient=call.float_attribute("cubic_coeff_a", -0.75) if mode == "cubic" else None,
         antialias=call.flag("antialias"),
         exclude_outside=call.flag("exclude_outside"),
         outside=float_literal(node.number("extrapolation_value"))

@@ -31,8 +31,8 @@ from autopipe.ir.ops.normalization import (
 
 def _emit_batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
-    momentum = call.stated("momentum", 0.9)
-    epsilon = call.stated("epsilon", 1e-5)
+    momentum = call.float_attribute("momentum", 0.9)
+    epsilon = call.float_attribute("epsilon", 1e-5)
     if not uses_batch_statistics(call):
         if mean.startswith("p.") and variance.startswith("p."):
             return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
@@ -70,7 +70,7 @@ def _group_code_of_dimensions(call: Call, axes: Iterable[int]) -> str | None:
 
 def _emit_layer_norm(call: Call) -> str:
     axes = tuple(normalized_axes(call))
-    epsilon = call.stated("epsilon", 1e-5)
+    epsilon = call.float_attribute("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
     x = call.arg(0)
     vectors = f"{call.arg(1)}, {call.optional(2)}"
@@ -91,7 +91,7 @@ def emit_rms_norm(call: Call) -> str:
     tensor by the scale.
     """
     axes = tuple(normalized_axes(call))
-    epsilon = call.stated("epsilon", 1e-5)
+    epsilon = call.float_attribute("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
     if group := _group_code_of_dimensions(call, axes):
         return (
@@ -103,18 +103,20 @@ def emit_rms_norm(call: Call) -> str:
 
 
 def _emit_group_norm(call: Call) -> str:
-    groups = call.share(call.node.integer("num_groups"), "g")
+    groups = call.local_count(call.node.integer("num_groups"), "g")
     channels = call.operand(0).shape[1]
     vectors = [call.arg(1), call.arg(2)]
     if call.operand(1).shape != (channels,):
         vectors = [f"{code}.repeat_interleave({channels // groups})" for code in vectors]
     group = call.group("c", *_spatial_axis_names(call))
     function = "operators.sharded_group_norm" if group else "F.group_norm"
-    return call_code(function, call.arg(0), groups, *vectors, call.stated("epsilon", 1e-5), group)
+    return call_code(
+        function, call.arg(0), groups, *vectors, call.float_attribute("epsilon", 1e-5), group
+    )
 
 
 def _emit_instance_norm(call: Call) -> str:
-    epsilon = call.stated("epsilon", 1e-5)
+    epsilon = call.float_attribute("epsilon", 1e-5)
     if group := call.group(*_spatial_axis_names(call)):
         return f"operators.sharded_instance_norm({call.args(3)}, {epsilon}, {group})"
     return (
@@ -140,7 +142,11 @@ def _emit_lp_normalization(call: Call) -> str:
 
 def _emit_local_response_norm(call: Call) -> str:
     size = call.node.integer("size")
-    settings = call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)
+    settings = (
+        call.float_attribute("alpha", 1e-4),
+        call.float_attribute("beta", 0.75),
+        call.float_attribute("bias", 1.0),
+    )
     return call_code(
         f"{'F' if size % 2 else 'operators'}.local_response_norm", call.arg(0), size, *settings
     )
@@ -339,7 +345,7 @@ def _emit_linear_cross_entropy(call: Call) -> str:
         call.arg(BIAS_OPERAND) if call.present(BIAS_OPERAND) else None,
         step=min(classes_of(call), MAX_CLASSES_PER_BLOCK),
         class_weight=call.arg(2) if call.present(2) else None,
-        softcap=call.stated("softcap", 0.0) if call.node.has("softcap") else None,
+        softcap=call.float_attribute("softcap", 0.0) if call.node.has("softcap") else None,
         ignore_index=ignored if ignored != -100 else None,
         reduction=repr(averaged) if averaged != "mean" else None,
         group=call.group("c"),

@@ -271,9 +271,9 @@ def _as_numpy_storable(constant: Constant) -> np.ndarray:
     if dtype is DType.FLOAT4E2M1:
         return array.view(np.uint8)
     if dtype.packed_bits:
-        return array.astype(dtype.held)
+        return array.astype(dtype.torch_name)
     if dtype is DType.BFLOAT16 or dtype.is_float8:
-        return array.view([(dtype.value, dtype.stored)])
+        return array.view([(dtype.value, dtype.storage_type)])
     return array
 
 

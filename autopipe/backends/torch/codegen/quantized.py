@@ -54,7 +54,9 @@ def _activation_code(call: Call, gated: bool) -> str:
         return "F.silu"
     attributes = {"alpha": "activation_alpha", "beta": "activation_beta", "limit": "swiglu_limit"}
     settings = {
-        word: call.stated(own, 0.0) for word, own in attributes.items() if call.node.has(own)
+        word: call.float_attribute(own, 0.0)
+        for word, own in attributes.items()
+        if call.node.has(own)
     }
     return call_code(
         "operators.swiglu", **settings, turns=None if has_interleaved_gate_rows(call) else False

@@ -138,6 +138,6 @@ def load(library: Path) -> None:
     from autopipe.backends.torch.fake_cuda import patches
 
     device.register_guard()
-    patches.install()
+    patches.install_replacements()
     global _loaded  # noqa: PLW0603
     _loaded = True

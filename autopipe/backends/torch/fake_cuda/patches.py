@@ -25,7 +25,7 @@ from autopipe.backends.torch.torch_interfaces import (
 )
 from autopipe.ir.attention_kernels import Kernel, must_repeat_heads, usable_kernels
 
-# Imported before `install` makes `torch.cuda.is_available` return True, so that these modules find
+# Imported before `install_replacements` makes `torch.cuda.is_available` return True, so that these modules find
 # no GPU.
 import_modules_that_look_for_cuda()
 
@@ -92,7 +92,7 @@ class Stream:
 _STREAM = Stream()
 
 
-def _on_stream(stream: object) -> AbstractContextManager[None]:
+def _enter_stream(stream: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -110,7 +110,7 @@ def _generator_state(device: object = None) -> torch.Tensor:
 _CUDA_REPLACEMENTS: dict[str, object] = {
     "Event": Event,
     "Stream": Stream,
-    "stream": _on_stream,
+    "stream": _enter_stream,
     "get_rng_state": _generator_state,
     **dict.fromkeys(
         ("is_available", "is_initialized", "is_bf16_supported"), _constant_function(True)
@@ -194,7 +194,7 @@ def _attention_kernel(
     )
 
 
-def install() -> None:
+def install_replacements() -> None:
     """Install the replacements in torch for the rest of the process."""
     for name, stand_in in _CUDA_REPLACEMENTS.items():
         setattr(torch.cuda, name, stand_in)

@@ -177,7 +177,7 @@ def _make_operands(
         key = value.dtype, value.shape, limits.get(value.name)
         if key not in pool:
             pool[key] = (
-                torch.from_numpy(sample.drawn(value, generator))
+                torch.from_numpy(sample.random_data(value, generator))
                 .to(torch_dtype(value.dtype))
                 .to(device)
             )
@@ -352,7 +352,7 @@ class TaskStartOverhead:
         return replace(tasks, forward_s=forward, backward_s=backward)
 
 
-def measure_starts(
+def measure_task_start_overhead(
     watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float
 ) -> TaskStartOverhead:
     """Return the part of a task's operator time that does not depend on the number of its
@@ -386,10 +386,10 @@ def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float)
     )
     sums, buckets = (
         _fit_tensor_costs(watch, timed, seconds / 16)
-        for timed in (_timed_accumulation, _timed_bucketing)
+        for timed in (_make_accumulation_timer, _make_bucketing_timer)
     )
     updates = tuple(
-        _fit_tensor_costs(watch, partial(_timed_update, make), seconds / 24)
+        _fit_tensor_costs(watch, partial(_make_update_timer, make), seconds / 24)
         for make in _OPTIMIZERS_BY_STATES
     )
     return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
@@ -430,7 +430,7 @@ def _make_gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
     return [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TIMED_TENSORS)]
 
 
-def _timed_update(
+def _make_update_timer(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
 ) -> Callable[[], float]:
     """Return a function that runs an optimizer update and the reset of the gradients, as ranks do,
@@ -452,7 +452,7 @@ def _timed_update(
     return run
 
 
-def _timed_accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
+def _make_accumulation_timer(watch: Stopwatch, count: int) -> Callable[[], float]:
     """Return a function that adds the gradients of a micro-batch to accumulated gradients and
     returns the seconds. Each gradient has `count` elements.
     """
@@ -475,7 +475,7 @@ class _SingleRankTransport(Transport):
         return PendingRecv(None, tensor, tensor.device)
 
 
-def _timed_bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
+def _make_bucketing_timer(watch: Stopwatch, count: int) -> Callable[[], float]:
     """Return a function that measures gradient bucketing: the seconds by which a backward that
     copies gradients into buckets, reduces them and copies the sums back takes longer than a plain
     backward. Each gradient has `count` elements.

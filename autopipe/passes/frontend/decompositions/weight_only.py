@@ -99,7 +99,7 @@ def decompose_gather_block_quantized(rewriter: FileRewriter) -> None:
     for index in (0, 2, 3):
         if name := rewriter.operand(index):
             if index != 2:
-                name = rewriter.cast(name, DType(data.dtype.held))
+                name = rewriter.cast(name, DType(data.dtype.torch_name))
             parts.append(rewriter.add("Gather", [name, indices], axis=gather_axis))
     if block_axis > gather_axis:
         block_axis += len(rewriter.shape(indices)) - 1

@@ -242,7 +242,7 @@ def _predecessors(stages: StageGraph, stage: int, phase: Phase, number: int) -> 
     """Return the tasks in the block graph that a task waits for: the tasks that it depends on,
     and the task of the same stage and phase on the previous micro-batch.
     """
-    dependencies = stages.needs(stage, phase, number)
+    dependencies = stages.dependencies_of(stage, phase, number)
     # Number of dependencies that are tasks of the stage itself.
     own = int(phase is not Phase.FORWARD)
     previous = [(stage, phase, number - 1)] if number else []

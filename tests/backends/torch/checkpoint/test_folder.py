@@ -12,7 +12,7 @@ from autopipe.backends.torch.checkpoint import (
     check_can_save,
     check_has_no_checkpoints,
     check_not_in_use,
-    commit,
+    commit_checkpoint,
     committed_steps,
     remove_leftovers,
     remove_old_checkpoints,
@@ -135,5 +135,5 @@ def test_a_checkpoint_with_files_of_others_is_never_removed(tmp_path: Path, extr
     assert left == ["step_00000001", "step_00000004", "step_00000009.tmp-crashed"]
     temporary = tmp_path / "step_00000001.tmp-again"
     temporary.mkdir()
-    commit(temporary, "{}")
+    commit_checkpoint(temporary, "{}")
     assert [path.read_text() for path in tmp_path.glob(f"step_00000001.kept-*/{extra}")] == ["mine"]

@@ -21,7 +21,7 @@ from autopipe.backends.torch.profiler.communication import (
 from autopipe.backends.torch.profiler.operators import (
     TaskStartOverhead,
     measure_operations,
-    measure_starts,
+    measure_task_start_overhead,
     measure_tasks,
 )
 from autopipe.backends.torch.profiler.timed_program import (
@@ -160,7 +160,7 @@ def test_exchanges_of_two_ranks() -> None:
 
 @pytest.mark.distributed
 def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
-    starts = measure_starts(WATCH, *write_rows(tmp_path), LONGER, seconds=0.1)
+    starts = measure_task_start_overhead(WATCH, *write_rows(tmp_path), LONGER, seconds=0.1)
     assert starts.forward_s >= 0
     assert starts.backward_s >= 0
     waiting = write_overhead_stage(tmp_path / "medley")

@@ -68,7 +68,7 @@ def messages(graph, source, target):
     """Return a message for each pair of micro-batch slices that share samples."""
     devices = graph.stage_devices[source][0], graph.stage_devices[target][0]
     for own in range(graph.ratios[source]):
-        for other in graph.sharing(source, own, target):
+        for other in graph.micro_batches_sharing_samples(source, own, target):
             turns = (
                 MicroBatchSlice(own, graph.ratios[source]),
                 MicroBatchSlice(other, graph.ratios[target]),

@@ -47,7 +47,7 @@ def sharing_pairs(graph):
     """
     for source, target in graph.edges:
         for own in range(graph.micro_batch_ratio_at(source)):
-            for other in graph.sharing(source, own, target):
+            for other in graph.micro_batches_sharing_samples(source, own, target):
                 yield (
                     source,
                     target,

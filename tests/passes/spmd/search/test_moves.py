@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn, group: int, shape: tuple[int, ...], partial: bool) 
 
 def seconds_by_steps(devices: Cluster, source: Layout, target: Layout) -> float:
     """What lowering's steps cost, one after the other."""
-    steps = list(reduction_steps(source, target.even())) if source.is_partial else []
+    steps = list(reduction_steps(source, target.with_even_shards())) if source.is_partial else []
     held = steps[-1].result if steps else source
     steps += redistribution_steps(held, target)
     everyone = tuple(range(devices.size))

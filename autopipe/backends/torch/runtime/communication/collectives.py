@@ -359,7 +359,7 @@ def _plan_slice_exchange(
     received: list[list[TensorSlices]] = [[] for _ in range(size)]
     for move in slice_transfers(have, need, size):
         if move.source == position:
-            sent[move.target].append(move.part.within(have.shard(position)).slices)
+            sent[move.target].append(move.part.relative_to(have.shard(position)).slices)
         if move.target == position:
-            received[move.source].append(move.part.within(need.shard(position)).slices)
+            received[move.source].append(move.part.relative_to(need.shard(position)).slices)
     return need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received))

@@ -54,7 +54,9 @@ def numpy_dtype(entry: InputRange) -> np.dtype:
     """Return the numpy type in which the host holds values of an input: float32 for bfloat16, which
     numpy lacks.
     """
-    return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.held)
+    return np.dtype(
+        "float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.torch_name
+    )
 
 
 def bounded_slices(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:

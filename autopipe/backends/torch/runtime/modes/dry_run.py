@@ -40,12 +40,12 @@ from autopipe.backends.torch.torch_interfaces import (
     FakeStore,
     FakeTensorMode,
     TorchDispatchMode,
-    completed_work,
+    completed_work_handle,
     result_count,
     storage_key,
 )
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.program import in_kind_order
+from autopipe.ir.program import order_by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class DryReporter(Reporter):
             # `communication_bytes` counts all communication by kind.
             "sent_bytes": dict(sorted(sent.items())),
             "received_bytes": dict(sorted(received.items())),
-            "communication_bytes": in_kind_order(self._transport.traffic),
+            "communication_bytes": order_by_kind(self._transport.traffic),
             "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
             "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
             # Torch measures no memory of fake tensors, so the tracker computes their peak.
@@ -258,7 +258,7 @@ class MemoryTracker(TorchDispatchMode):
         does not run; its work handle is already completed.
         """
         if function.namespace == "c10d":
-            done = completed_work()
+            done = completed_work_handle()
             return done if result_count(function) == 1 else (args[0], done)
         result = function(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):

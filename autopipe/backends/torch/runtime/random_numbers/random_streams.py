@@ -25,7 +25,7 @@ from autopipe.backends.torch.runtime.random_numbers.philox import (
     key_of,
     philox_4x32,
 )
-from autopipe.ir.layout import MeshAxis, coordinate_along
+from autopipe.ir.layout import MeshAxis, combined_coordinate
 
 Axes = tuple[tuple[int, int], ...]
 
@@ -117,7 +117,7 @@ class RandomStreams:
         key = state[0] ^ (node >> 32), state[1] ^ (node & LOW_32_BITS)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
-        places = tuple(coordinate_along(axes, self.position) for axes in along)
+        places = tuple(combined_coordinate(axes, self.position) for axes in along)
         counted = (samples, 1, 1) if isinstance(samples, int) else samples
         return RandomStream(key, state[3 if counted is None else 2], places, degrees, counted)
 

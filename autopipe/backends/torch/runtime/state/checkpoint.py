@@ -384,14 +384,14 @@ class Checkpointer:
         def commit() -> None:
             """On rank 0, write the manifest, commit the checkpoint, and remove old checkpoints."""
             if rank == 0:
-                files.commit(
+                files.commit_checkpoint(
                     temporary,
                     files.manifest_text(
                         files.merge_manifests([files.parse_manifest(each) for each in parts])
                     ),
                 )
                 if is_best:
-                    files.keep_only(folder, step)
+                    files.remove_other_checkpoints(folder, step)
                 else:
                     files.remove_old_checkpoints(folder, *self._kept)
 

@@ -72,7 +72,9 @@ def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, .
         for rank, pieces in enumerate(found):
             own = {shard.parameter: shard.box for shard in manifest.shards[rank]}
             for run in (
-                run for bucket in buckets_of_rank(manifest, rank) for run in bucket.runs(rank)
+                run
+                for bucket in buckets_of_rank(manifest, rank)
+                for run in bucket.element_ranges(rank)
             ):
                 pieces.extend(
                     next_block(run.parameter, box)
@@ -134,7 +136,7 @@ def slices_of_range(run: ElementRange, block: TensorSlice) -> Iterator[TensorSli
     element range `run` of `block`. `block` is this rank's slice of the parameter. The result is in
     coordinates of the full parameter.
     """
-    return (box.moved(full_slice(block.shape), block) for box in run.boxes(block.shape))
+    return (box.moved_between(full_slice(block.shape), block) for box in run.boxes(block.shape))
 
 
 # Names of optimizer states that torch stores as one scalar per parameter.
@@ -187,7 +189,7 @@ class TrainingState:
         for piece in pieces:
             index = piece.parameter
             own = self._boxes[piece.parameter]
-            box = piece.box.within(own)
+            box = piece.box.relative_to(own)
             key = f"p{index}.{piece.number}"
             yield SavedBlock(key, piece, "", self._parameters[index].detach()[box.slices])
             for name, tensor in self._state_tensors(index).items():

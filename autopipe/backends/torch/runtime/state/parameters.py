@@ -85,7 +85,7 @@ def _key_number(name: str) -> int:
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Return the torch type that holds elements of type `dtype`."""
-    found = getattr(torch, dtype.held)
+    found = getattr(torch, dtype.torch_name)
     assert isinstance(found, torch.dtype)
     return found
 
@@ -162,7 +162,7 @@ def read_block(
         return torch.full(box.shape, storage.value, dtype=torch_dtype(dtype))
     if isinstance(storage, Initializer):
         return init_shard(parameter, box, seed, threads, device)
-    stored = dtype.stored
+    stored = dtype.storage_type
     rows = storage.rows if isinstance(storage, FoldedSlice) else ()
     extent = (storage.length // stored.itemsize,) if rows else shape or (1,)
     path = model.parent / storage.file if isinstance(storage, FileSlice) and storage.file else model

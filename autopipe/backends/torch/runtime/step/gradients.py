@@ -127,7 +127,7 @@ class ShardedBucket(ReducedBucket):
         have different settings.
         """
         own = self._own_part(self._row)
-        runs = tuple(self.bucket.runs(self._transport.rank))
+        runs = tuple(self.bucket.element_ranges(self._transport.rank))
         if len({groups.get(run.parameter, 0) for run in runs}) < 2:
             yield OptimizerShard(own, runs)
             return

@@ -23,7 +23,7 @@ from autopipe.backends.torch.runtime.watch.clock import StepTimes
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import DType
 from autopipe.ir.output_files import add_path_to_errors
-from autopipe.ir.program import COMMUNICATION_KINDS, in_kind_order
+from autopipe.ir.program import COMMUNICATION_KINDS, order_by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +388,7 @@ class Reporter:
             bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,
-            communication_bytes=in_kind_order(
+            communication_bytes=order_by_kind(
                 {kind: int(each) for kind, each in zip(COMMUNICATION_KINDS, moved, strict=True)}
             ),
             loss_scale=by_rank[0].loss_scale or None,
