@@ -306,7 +306,7 @@ def received_layouts(
     compute.
 
     This is the layout that all nodes of the stage need, or replicated if they need different
-    layouts. Windowed shards count as even shards of the same mesh axes (`Layout.even`). Constants
+    layouts. Windowed shards count as even shards of the same mesh axes (`Layout.with_even_shards`). Constants
     and the values in `whole` are replicated. The values of other stages that the stage gathers
     (`Stage.gathers`) are received in slices (`shard_copies`).
     """
