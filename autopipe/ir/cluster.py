@@ -75,7 +75,8 @@ class Device:
     """
 
     def __hash__(self) -> int:
-        # Devices are keys of many dicts; these fields distinguish them, and hashing all is slow.
+        # Devices are keys of many dicts, and hashing all fields is slow. These fields usually
+        # differ between device types.
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:

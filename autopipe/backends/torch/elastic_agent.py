@@ -478,7 +478,6 @@ def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failu
     message = f"killed by {name}"
     hint = "the machine may be out of memory" if name == "SIGKILL" else ""
     # The process ended without a report. The last line of its stderr is the best message available.
-    # message available.
     if not name:
         files = sorted(
             logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"),

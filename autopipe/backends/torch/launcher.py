@@ -312,7 +312,7 @@ class ReportFollower:
         """
         self._path = path
         self._takers = takers
-        self._read = 0  # Number of bytes that have been read.
+        self._read = 0  # Position up to which the file has been read, in bytes.
 
     def poll(self) -> None:
         """Pass the records of all lines that were completed since the last call to the

@@ -88,7 +88,7 @@ OPERATOR_DEFINITIONS = (
         _linear_cross_entropy_space,
         "matmul",
         _linear_cross_entropy_flops,
-        3.0,  # The recomputed matmul, and one matmul for each of two gradients.
+        3.0,  # Factor of backward: the recomputed matmul, and one matmul for each of two gradients.
         ("0", "rows"),
         mixes_samples=may_weight_labels,
         statistics=_collectives,

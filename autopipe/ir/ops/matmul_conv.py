@@ -1,8 +1,9 @@
 """Definitions of matmuls, convolutions, pooling and recurrent layers. Iteration spaces are written
 in the notation of `autopipe.ir.space`.
 
-Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv_space` and `pool_space`). Each
-device then receives the elements at the edges of its shard from its neighbours (halo exchange).
+Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv_space` and
+`pool_space`). Each device then receives the elements at the edges of its shard from its neighbours
+(halo exchange).
 """
 
 from __future__ import annotations
@@ -588,7 +589,7 @@ RECURRENT = tuple(
     for name, gates, weights in (
         ("RNN", 1, (1, 2, 3)),
         ("GRU", 3, (1, 2, 3)),
-        ("LSTM", 4, (1, 2, 3, 7)),  # 7: the peephole weights
+        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 has the peephole weights.
     )
 )
 

@@ -115,12 +115,12 @@ def _softmax_space(signature: Signature) -> Space:
 
 
 BYTES_OF_MOMENTS = (), (2,), (16,)
-"""Arguments of `collectives_per_row` for norms with a mean: per row, forward reduces the mean and the second
-moment in double precision (16 bytes), and backward reduces two sums.
+"""Arguments of `collectives_per_row` for norms with a mean: per row, forward reduces the mean and
+the second moment in double precision (16 bytes), and backward reduces two sums.
 """
 BYTES_OF_NORM = (1,), (1,)
-"""Arguments of `collectives_per_row` for norms without a mean: per row, forward reduces a sum of squares or
-absolute values, and backward reduces one sum.
+"""Arguments of `collectives_per_row` for norms without a mean: per row, forward reduces a sum of
+squares or absolute values, and backward reduces one sum.
 """
 _MOMENTS = collectives_per_row(*BYTES_OF_MOMENTS)
 _NORM = collectives_per_row(*BYTES_OF_NORM)

@@ -306,9 +306,9 @@ def received_layouts(
     compute.
 
     This is the layout that all nodes of the stage need, or replicated if they need different
-    layouts. Windowed shards count as even shards of the same mesh axes (`Layout.with_even_shards`). Constants
-    and the values in `whole` are replicated. The values of other stages that the stage gathers
-    (`Stage.gathers`) are received in slices (`shard_copies`).
+    layouts. Windowed shards count as even shards of the same mesh axes
+    (`Layout.with_even_shards`). Constants and the values in `whole` are replicated. The values of
+    other stages that the stage gathers (`Stage.gathers`) are received in slices (`shard_copies`).
     """
     computed = frozenset(name for constant in nodes for name in constant.node.outputs)
     replicated_names = whole | {constant.value.name for constant in graph.constants}

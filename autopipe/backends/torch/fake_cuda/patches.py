@@ -25,8 +25,8 @@ from autopipe.backends.torch.torch_interfaces import (
 )
 from autopipe.ir.attention_kernels import Kernel, must_repeat_heads, usable_kernels
 
-# Imported before `install_replacements` makes `torch.cuda.is_available` return True, so that these modules find
-# no GPU.
+# These modules look for a GPU when they are imported. They must find none, so they are imported
+# before `install_replacements` makes `torch.cuda.is_available` return True.
 import_modules_that_look_for_cuda()
 
 _GIB = 2**30

@@ -203,7 +203,7 @@ def measure_operations(
     of operations with gradients is measured too. Generated files are written to `folder`.
     """
     if watch.device.type == "cpu":
-        keep_freed_memory()  # Ranks of a program do the same.
+        keep_freed_memory()  # Ranks of a program also reuse freed memory.
     known: dict[Operation, RunnableOperation] = {}
     pool: TensorPool = {}
     refused: dict[Operation, str] = {}
