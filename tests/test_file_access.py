@@ -55,7 +55,7 @@ LISTED: Mapping[str, str] = {
     "backends.torch.checkpoint:FolderLock.claim": ".lock in a folder of checkpoints",
     "backends.torch.checkpoint:check_not_in_use": ".lock in a folder of checkpoints, which is only locked",
     "backends.torch.checkpoint:_remove_folder": "a checkpoint that holds no file of others",
-    "backends.torch.checkpoint:commit": "a checkpoint that this run wrote",
+    "backends.torch.checkpoint:commit_checkpoint": "a checkpoint that this run wrote",
     "backends.torch.checkpoint:remove_leftovers": "a crashed run's checkpoint that holds no file of others",
     "backends.torch.checkpoint:write_shard": "a new file",
     "backends.torch.codegen.archive:write_arrays": "files in a folder of autopipe's own",

@@ -183,10 +183,10 @@ def test_processes_end_with_a_launcher_that_is_killed_while_they_import_torch(
 
 PARENT = """
 import os, subprocess, sys, time
-from autopipe.backends.torch.child import PARENT_VARIABLE, changed_environment, python_command
+from autopipe.backends.torch.child import PARENT_VARIABLE, temporary_environment, python_command
 
 os.chdir(sys.argv[2])
-with changed_environment({PARENT_VARIABLE: str(os.getpid())}):
+with temporary_environment({PARENT_VARIABLE: str(os.getpid())}):
     subprocess.Popen(python_command(*sys.argv[1:]))
 time.sleep(10**6)
 """

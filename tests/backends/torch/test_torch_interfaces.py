@@ -428,12 +428,12 @@ def test_exchanges_of_fake_ranks_end_at_once() -> None:
     """A rank of a world that is not there; its collectives go through `completed_work_handle`."""
     script = """
 import torch, torch.distributed as dist
-from autopipe.backends.torch.torch_interfaces import FakeStore, TorchDispatchMode, completed_work, result_count
+from autopipe.backends.torch.torch_interfaces import FakeStore, TorchDispatchMode, completed_work_handle, result_count
 class Done(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace != "c10d":
             return function(*args, **(kwargs or {}))
-        done = completed_work()
+        done = completed_work_handle()
         return done if result_count(function) == 1 else (args[0], done)
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 with Done():

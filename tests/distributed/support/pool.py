@@ -168,8 +168,8 @@ def ranks_in(pools: Pools) -> Iterator[None]:
         mock.patch("autopipe.backends.torch.profiler.communication.launch_program", together),
         mock.patch("autopipe.api.launching.launch_program", together),
         mock.patch("autopipe.api.verification.launch_program", together),
-        mock.patch("autopipe.api.verification.run_alone", alone),
-        mock.patch("autopipe.api.export_check.run_alone", alone),
+        mock.patch("autopipe.api.verification.run_single_rank", alone),
+        mock.patch("autopipe.api.export_check.run_single_rank", alone),
         mock.patch("autopipe.api.launching.fork_server", contextlib.nullcontext),
         mock.patch("autopipe.api.verification.fork_server", contextlib.nullcontext),
     ):
