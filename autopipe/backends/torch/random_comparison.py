@@ -97,7 +97,9 @@ def _init_parameter_function(scheme: str, dtype: DType) -> Callable[[torch.devic
     return lambda device: init_shard(parameter, _LARGE_SLICE, _SEED, 1, device)
 
 
-def _function_on_device(operator: Callable[[RandomStreams], Tensor]) -> Callable[[torch.device], Tensor]:
+def _function_on_device(
+    operator: Callable[[RandomStreams], Tensor],
+) -> Callable[[torch.device], Tensor]:
     """Return a function of a device that runs the random operator `operator` with a random state on
     this device.
     """
