@@ -73,6 +73,7 @@ class JsonRecord(Record):
 
     @property
     def display(self) -> str:
+        """JSON text of the value for messages, reduced to at most 40 characters."""
         text = json.dumps(self.value, default=str)
         return text if len(text) <= 40 else text[:37] + "..."
 

@@ -291,18 +291,23 @@ class Node:
         return int(self._attribute(name, int, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
+        """Return the number attribute `name`, or `default` if it is absent."""
         return float(self._attribute(name, (int, float), default))
 
     def text(self, name: str, default: str = "") -> str:
+        """Return the text attribute `name`, or `default` if it is absent."""
         return str(self._attribute(name, str, default))
 
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return the attribute `name`, a list of integers, or `default` if it is absent."""
         return tuple(self._attribute(name, tuple, default))
 
     def numbers(self, name: str, default: tuple[float, ...] = ()) -> tuple[float, ...]:
+        """Return the attribute `name`, a list of numbers, or `default` if it is absent."""
         return tuple(self._attribute(name, tuple, default))
 
     def texts(self, name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Return the attribute `name`, a list of texts, or `default` if it is absent."""
         return tuple(self._attribute(name, tuple, default))
 
     def has(self, name: str) -> bool:

@@ -449,6 +449,7 @@ def _rename_results(graph: Any, wanted: Collection[str]) -> None:
 
 
 def _node_results(graph: Any) -> Iterator[Any]:
+    """Yield the results of all nodes of an exported graph."""
     for node in graph:
         yield from node.outputs
 

@@ -305,6 +305,9 @@ def perturb_inputs(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _perturb_input(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return a tensor with the elements of `tensor` in random order. Unless all elements are
+    integers, they are multiplied by random factors between 0.9 and 1.
+    """
     order = torch.randperm(tensor.numel(), generator=generator)
     found = tensor.detach().cpu().flatten()[order].reshape(tensor.shape)
     if tensor.is_floating_point() and not bool((found == found.round()).all()):

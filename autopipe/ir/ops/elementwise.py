@@ -376,6 +376,7 @@ def _transform_flops(signature: Signature, space: Space) -> float:
 
 
 def _det_space(signature: Signature) -> Space:
+    """Return the iteration space of a Det. The two dimensions of each matrix cannot be split."""
     if signature.rank < 3:
         return unsplittable_space(signature)
     last = [signature.rank - 2, signature.rank - 1]
@@ -385,6 +386,9 @@ def _det_space(signature: Signature) -> Space:
 
 
 def _dft_space(signature: Signature) -> Space:
+    """Return the iteration space of a DFT. The transformed dimension, and the last one with real
+    and imaginary parts, have no axes.
+    """
     return space_with_changed_axes(signature, [dft_axis(signature), signature.rank - 1])
 
 

@@ -80,6 +80,9 @@ def slice_ranges(signature: Signature) -> tuple[tuple[int, int, int], ...]:
 
 
 def _slice_space(signature: Signature) -> Space:
+    """Return the iteration space of a Slice. Dimensions of which it takes only a part have no
+    axes.
+    """
     shape = signature.operand(0).shape
     return space_with_changed_axes(
         signature,
@@ -106,6 +109,9 @@ def pad_widths(signature: Signature) -> tuple[tuple[int, int], ...]:
 
 
 def _resized_space(signature: Signature) -> Space:
+    """Return the iteration space of an operator that changes the sizes of some dimensions, such as
+    Tile. These dimensions have no axes.
+    """
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
     return space_with_changed_axes(
         signature, [axis for axis, (before, after) in enumerate(shapes) if before != after]
@@ -125,6 +131,7 @@ def _depth_to_space_space(signature: Signature) -> Space:
 
 
 def _reverse_sequence_space(signature: Signature) -> Space:
+    """Return the iteration space of a ReverseSequence. The dimension of time cannot be split."""
     words = signature.words
     time = signature.node.integer("time_axis")
     batch = signature.node.integer("batch_axis", 1)
@@ -132,12 +139,18 @@ def _reverse_sequence_space(signature: Signature) -> Space:
 
 
 def _col2im_space(signature: Signature) -> Space:
+    """Return the iteration space `b (c k!) 1 -> b c *1` of a Col2Im: batch b, channels c and
+    positions k in a block.
+    """
     return space_from_words(
         signature, ["b (c k!) 1"], ["b c *1"], k=math.prod(signature.integers(2))
     )
 
 
 def _compress_space(signature: Signature) -> Space:
+    """Return the iteration space of a Compress. The dimension `axis` has no axis; without the
+    attribute `axis`, the operator cannot be split.
+    """
     return (
         space_with_changed_axes(signature, [signature.axis()])
         if signature.node.has("axis")

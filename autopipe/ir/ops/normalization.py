@@ -240,10 +240,16 @@ def cumulative_axis(signature: Signature) -> int:
 
 
 def _cumulative_space(signature: Signature) -> Space:
+    """Return the iteration space of a CumSum or CumProd. The dimension along which elements are
+    accumulated cannot be split.
+    """
     return space_along_axes(signature, [cumulative_axis(signature)], "!")
 
 
 def _top_k_space(signature: Signature) -> Space:
+    """Return the iteration space of a TopK. The dimension along which elements are selected cannot
+    be split.
+    """
     axis = [signature.axis(-1)]
     return space_from_words(
         signature, [mark_words(signature.words, axis, "!")], [replace_words(signature.words, axis)]

@@ -168,6 +168,7 @@ def _emit_pow(call: Call) -> str:
 
 
 def _conversion_code(code: str, dtype: DType) -> str:
+    """Return code that converts the tensor `code` to the type `dtype` by torch's rules."""
     return f"{code}.to({torch_dtype(dtype)})"
 
 
@@ -181,6 +182,7 @@ def _emit_sum(call: Call) -> str:
 
 
 def _sum_of_many_code(call: Call) -> str:
+    """Return the code of the sum of all operands, without a nested expression."""
     return f"sum(({', '.join(map(call.arg, range(len(call.codes))))}))"
 
 

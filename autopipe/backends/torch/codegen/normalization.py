@@ -204,6 +204,7 @@ def _sharded_reduction_code(call: Call, function: str, *settings: bool) -> str:
 
 
 def _sum_code(call: Call, code: str) -> str:
+    """Return code that sums the tensor `code` along the reduced axes of the node."""
     return f"{code}.sum({_axes_arguments(call)}{_integer_dtype_argument(call)})"
 
 

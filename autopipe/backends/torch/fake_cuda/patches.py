@@ -93,6 +93,7 @@ _STREAM = Stream()
 
 
 def _enter_stream(stream: object) -> AbstractContextManager[None]:
+    """Return a context manager without effect, in place of `torch.cuda.stream`."""
     return nullcontext()
 
 
@@ -100,10 +101,12 @@ def _do_nothing(*_: object, **__: object) -> None: ...
 
 
 def _constant_function(value: object) -> Callable[..., Any]:
+    """Return a function that takes any arguments and returns `value`."""
     return lambda *_, **__: value
 
 
 def _generator_state(device: object = None) -> torch.Tensor:
+    """Return a state for the random number generator of the simulated device, 16 zero bytes."""
     return torch.zeros(16, dtype=torch.uint8)
 
 

@@ -170,6 +170,10 @@ def _make_operands(
     train: bool,
     pool: TensorPool,
 ) -> tuple[Operand, ...]:
+    """Return the operands `inputs` of an operation, with random data on `device`. Tensors are taken
+    from `pool`, to which missing ones are added. With `train`, operands get gradients as in the
+    model.
+    """
     limits = dict(sample.below)
     generator = np.random.default_rng(0)
     found = []
@@ -187,10 +191,9 @@ def _make_operands(
 
 
 _HOOK_CHAIN_LENGTH = 64
+"""Number of autograd nodes with which the overhead of the hook is measured."""
 _HOOK_MEASUREMENT_S = 0.05
-"""Number of autograd nodes with which the overhead of the measuring hook is determined, and the
-seconds that this takes.
-"""
+"""Seconds that the measurement of the hook's overhead takes."""
 
 
 def measure_operations(

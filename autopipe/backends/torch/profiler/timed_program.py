@@ -51,6 +51,7 @@ class Stopwatch:
     device: torch.device
 
     def mark(self) -> TimeMark:
+        """Return a mark for the present time: an event on CUDA, otherwise seconds."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
