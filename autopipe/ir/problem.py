@@ -156,9 +156,9 @@ class Optimizer:
     eps: Annotated[float, Above(0)] = 1e-8
     """Term added to the denominator of `adamw`, `adam`."""
     shard: bool = False
-    """True if devices with the same shard of a parameter shard its optimizer state and its update
-    (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
-    models", SC 2020, section 5.1). If false, each device has the full state.
+    """True if the devices that hold the same shard of a parameter divide its optimizer state and
+    its update among them (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training
+    trillion parameter models", SC 2020, section 5.1). If false, each of them has the full state.
     """
     groups: Annotated[tuple[ParameterGroup, ...], OmitDefault()] = ()
     """Parameters with a different weight decay or learning rate, such as `{match: '*.bias',
@@ -215,12 +215,13 @@ class Constraint:
     the remaining factor is replication. `{}` replicates the nodes.
     """
     pipeline: Index = 0
-    """Index of the pipeline that the constraint is for. If there are several pipelines, each has
-    all nodes of the model in separate stages, and the pipelines take micro-batches in turn.
+    """Index of the pipeline for which the constraint holds. If there are several pipelines, each
+    has all nodes of the model in separate stages, and micro-batches alternate between the
+    pipelines.
     """
     nodes: tuple[str, ...] | None = None
-    """Names of the nodes that the constraint is for. If set, `match` only describes the origin of
-    the constraint in errors.
+    """Names of the nodes for which the constraint holds. If set, `match` is not matched; it only
+    describes the origin of the constraint in errors.
     """
     micro_batch_size: Size | None = None
     """Micro-batch size of the nodes' stage, a divisor of the micro-batch size of the step. Strategy

@@ -14,12 +14,16 @@ from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Index, Om
 
 
 def is_data_function(path: str) -> bool:
-    """True if `path` has the form `module:function`; False for the path of a file or folder."""
+    """Return True if `path` has the form `module:function`, and False if it is the path of a file
+    or folder.
+    """
     return re.fullmatch(r"[^\W\d][\w.]*:\w+", path) is not None
 
 
 def change_data_path(data: str | None, change: Callable[[str], str]) -> str | None:
-    """Return `change(data)` if `data` is a path; return None and `module:function` unchanged."""
+    """Return `change(data)` if `data` is a path. Return None and the form `module:function`
+    unchanged.
+    """
     return data if data is None or is_data_function(data) else change(data)
 
 
@@ -89,18 +93,19 @@ class LRScheduler:
 
     @property
     def needs_steps(self) -> bool:
-        """True if the rate depends on the number of steps of the launch."""
+        """True if the learning rate depends on the number of steps of the launch."""
         return self.decay_type != "constant" and self.total_steps is None
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor of `optimizer.lr` in step `step` (from 0) of a launch of `steps`
-        steps.
+        """Return the learning rate as a factor of `optimizer.lr` in step `step` (counted from 0) of
+        a launch with `steps` steps.
         """
         total = self.total_steps or steps
         warmup = (
             min(self.warmup_steps, total) if self.decay_ratio is not None else self.warmup_steps
         )
-        # transformers counts steps from 0; torchtitan counts from 1, so its warm-up rate is not 0.
+        # transformers counts steps from 0. torchtitan counts them from 1, so its first warm-up step
+        # has a rate above 0.
         counted = step if self.decay_ratio is None else step + 1
         if step < warmup:
             return counted / warmup
