@@ -126,7 +126,7 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
     """
     own = graph.nodes[node]
     where = f"{own.op} {own.name!r}"
-    groups = {name: sharding.group() for name, sharding in shardings.items()}
+    groups = {name: sharding.all_devices() for name, sharding in shardings.items()}
     first = next(iter(groups))
     other = next((name for name in groups if groups[name] != groups[first]), None)
     if other is not None:
@@ -183,7 +183,7 @@ def _blocks_of(
             )
     if len({dimension % len(shape) for dimension, _ in sharding.cuts}) < len(sharding.cuts):
         raise ModelError("the annotation shards a dimension of the tensor twice", where=where)
-    for index, (blocks, held) in enumerate(sharding.places(len(shape))):
+    for index, (blocks, held) in enumerate(sharding.shards_by_dimension(len(shape))):
         here = f"{where}, dimension {index}"
         if shape[index] % blocks:
             raise ModelError(
@@ -245,7 +245,7 @@ class _Annotated:
     @property
     def group(self) -> frozenset[int]:
         """Devices of the node; empty if the annotations do not state them."""
-        return self.shardings[0].group() if self.shardings else frozenset()
+        return self.shardings[0].all_devices() if self.shardings else frozenset()
 
 
 def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:

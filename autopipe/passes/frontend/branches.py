@@ -98,6 +98,7 @@ def _connected_components(graph: Graph, nodes: list[int]) -> list[list[int]]:
     parents = {each: each for each in nodes}
 
     def root(node: int) -> int:
+        """Return the representative of the node's component so far."""
         while parents[node] != node:
             parents[node] = parents[parents[node]]
             node = parents[node]

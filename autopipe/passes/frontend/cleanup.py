@@ -62,9 +62,9 @@ def replace_broadcast_gathers(graph: Graph) -> Graph:
         op = "Reshape"
         if shape != result.shape:
             op = "Expand"
-            middle = edit.free(f"{result.name}_apart")
+            middle = edit.unique_name(f"{result.name}_apart")
             operands = [source, edit.shape_operand(middle, shape)]
-            title = edit.free(f"{node.name}/apart")
+            title = edit.unique_name(f"{node.name}/apart")
             source = rewriter.add("Reshape", operands, shape, results=[middle], name=title)
         operands = [source, edit.shape_operand(result.name, result.shape)]
         rewriter.add(op, operands, result.shape, result=0, name=node.name)
@@ -109,8 +109,8 @@ def make_indices_nonnegative(graph: Graph) -> Graph:
                 operands,
                 indices.shape,
                 dtype=dtype,
-                results=[edit.free(f"{indices.name}_{title}")],
-                name=edit.free(f"{node.name}/{title}"),
+                results=[edit.unique_name(f"{indices.name}_{title}")],
+                name=edit.unique_name(f"{node.name}/{title}"),
             )
             for title, op, operands, dtype in steps
         )
@@ -119,8 +119,8 @@ def make_indices_nonnegative(graph: Graph) -> Graph:
             [negative, moved, indices.name],
             indices.shape,
             dtype=indices.dtype,
-            results=[edit.free(f"{indices.name}_places")],
-            name=edit.free(f"{node.name}/places"),
+            results=[edit.unique_name(f"{indices.name}_places")],
+            name=edit.unique_name(f"{node.name}/places"),
         )
         nodes.extend(rewriter.nodes)
         nodes.append(dataclasses.replace(node, inputs=(node.inputs[0], places)))

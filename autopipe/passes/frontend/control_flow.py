@@ -121,6 +121,7 @@ class _BodyHoister:
     """Names of values that are in use."""
 
     def run(self) -> None:
+        """Process all bodies in the graph `top`."""
         numbers = itertools.count()
         counts = itertools.count(1)
 

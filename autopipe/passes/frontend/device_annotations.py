@@ -33,16 +33,16 @@ class Sharding:
     cuts: tuple[tuple[int, int], ...]
     devices: tuple[tuple[int, ...], ...]
 
-    def group(self) -> frozenset[int]:
+    def all_devices(self) -> frozenset[int]:
         """Return all devices that hold a shard of the tensor."""
         return frozenset(device for copies in self.devices for device in copies)
 
-    def places(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
+    def shards_by_dimension(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
         """Return (number of shards, shard index by device) for each of the tensor's `rank`
         dimensions. A dimension that is not sharded has one shard.
         """
         found: list[tuple[int, dict[int, int]]] = [
-            (1, dict.fromkeys(self.group(), 0)) for _ in range(rank)
+            (1, dict.fromkeys(self.all_devices(), 0)) for _ in range(rank)
         ]
         after = math.prod(blocks for _, blocks in self.cuts)
         for dimension, blocks in self.cuts:

@@ -178,6 +178,7 @@ class _ReaderState:
         )
 
     def is_input(self, name: str) -> bool:
+        """True if `name` is an input of the graph."""
         return any(value.name == name for value in self.inputs.values)
 
     def deciding_inputs(self, name: str) -> tuple[str, ...]:
@@ -308,6 +309,9 @@ def _move_ranges_early(
     made = {name: place for place, node in enumerate(nodes) for name in node.output}
 
     def place_of(pair: tuple[int, onnx.NodeProto]) -> tuple[int, bool]:
+        """Return the sort key of (position, node): its new position, and whether it is moved
+        there.
+        """
         place, node = pair
         is_early = node.op_type == "Range" and node.output[0] in bounds
         return max(made.get(name, -1) for name in node.input) if is_early else place, is_early
@@ -570,13 +574,15 @@ class _FileScope:
     def array(self, name: str) -> np.ndarray | None:
         return self._sweep.arrays.get(self._sweep.aliases.get(name, name))
 
-    def free(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
+        """Return `name` without checking whether it is in use."""
         return name
 
-    def hold(self, value: Value, array: np.ndarray) -> None:
+    def add_constant(self, value: Value, array: np.ndarray) -> None:
         self._sweep.record_array(value.name, array, value.dtype)
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        """Read the new node as if the file contained it; `results` is ignored."""
         import onnx.helper
 
         attributes: dict[str, Any] = dict(node.attributes)
@@ -596,6 +602,7 @@ class _TypedScope(_FileScope):
         return NEWEST
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        """Add the new node to the graph, with the types `results` of its results."""
         self._sweep.types.update((value.name, value) for value in results)
         self._sweep.nodes.append(replace(node, name=_unique_name(self._sweep, node.name)))
 

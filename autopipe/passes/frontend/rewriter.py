@@ -29,8 +29,8 @@ and builds the new graph with `GraphEdit.build`::
     rewriter.add("Transpose", [heads], (12, 8, 64), result=0, perm=(1, 0, 2))
     edit.build([*before, *rewriter.nodes, *after])
 
-`result=0` makes a node write result 0 of the replaced node; `give(0, name)` declares instead that
-the value `name` is that result (only while a file is read). An absent operand is "".
+`result=0` makes a node write result 0 of the replaced node. `set_result(0, name)` declares instead
+that the value `name` is that result (only while a file is read). An absent operand is "".
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Scope(Protocol):
     def array(self, name: str) -> np.ndarray | None:
         """Return the data of the value `name`; None if they are unknown."""
 
-    def free(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
         """Return `name`, or a similar name if `name` is in use."""
 
-    def hold(self, value: Value, array: np.ndarray) -> None:
+    def add_constant(self, value: Value, array: np.ndarray) -> None:
         """Add a constant with the type `value` and the data `array`."""
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
@@ -105,7 +105,7 @@ class Rewriter:
         """The nodes written so far."""
         self.aliases: dict[str, str] = {}
         """For results of `node` that no new node writes: the name of the value that replaces the
-        result (see `give`).
+        result (see `set_result`).
         """
         self._constants = 0
         self._written = 0
@@ -146,14 +146,14 @@ class Rewriter:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.scope.type_of(name).shape
 
-    def known(self, index: int) -> int | None:
+    def known_integer(self, index: int) -> int | None:
         """Return the integer that operand `index` of the replaced node holds. Returns None if the
         operand's data are unknown or have several elements.
         """
         array = self.scope.array(self.operand(index)) if self.operand(index) else None
         return int(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
-    def give(self, index: int, name: str) -> None:
+    def set_result(self, index: int, name: str) -> None:
         """Declare that the value `name` is result `index` of the replaced node. Ignored if the node
         has no such result.
         """
@@ -190,7 +190,7 @@ class Rewriter:
         names = tuple(results) if result is None else (self.node.outputs[result],)
         if not names:
             owner = self.node.outputs[0] or self.node.name
-            first = self.scope.free(f"{owner}/{op.lower()}_{self._written}")
+            first = self.scope.unique_name(f"{owner}/{op.lower()}_{self._written}")
             names = (first, *(f"{first}/{number}" for number in range(1, len(shapes))))
         if not name:
             replaces_all = result is not None and not self._written
@@ -219,9 +219,9 @@ class Rewriter:
         that numpy lacks.
         """
         owner = self.node.outputs[0] or self.node.name
-        name = self.scope.free(f"{owner}/constant_{self._constants}")
+        name = self.scope.unique_name(f"{owner}/constant_{self._constants}")
         self._constants += 1
-        self.scope.hold(Value(name, dtype or DType(array.dtype.name), array.shape), array)
+        self.scope.add_constant(Value(name, dtype or DType(array.dtype.name), array.shape), array)
         return name
 
     def integers(self, *values: int) -> str:
@@ -441,7 +441,10 @@ class GraphEdit:
         constant = self.constants.get(name) or self.graph.constant(name)
         return None if constant is None else constant.array
 
-    def free(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
+        """Return `name`, with "_" appended until neither a value of the graph nor another new name
+        equals it.
+        """
         while self.graph.has(name) or name in self._names:
             name += "_"
         self._names.add(name)
@@ -449,7 +452,7 @@ class GraphEdit:
 
     def value(self, name: str, dtype: DType, shape: Sequence[int]) -> str:
         """Add a value that a new node is to write, and return its name."""
-        name = self.free(name)
+        name = self.unique_name(name)
         self.values[name] = Value(name, dtype, tuple(shape))
         return name
 
@@ -457,8 +460,8 @@ class GraphEdit:
         """Add a constant with the data `array` and return its name. `dtype` is needed for types
         that numpy lacks.
         """
-        name = self.free(name)
-        self.hold(Value(name, dtype or DType(array.dtype.name), array.shape), array)
+        name = self.unique_name(name)
+        self.add_constant(Value(name, dtype or DType(array.dtype.name), array.shape), array)
         return name
 
     def shape_operand(self, name: str, shape: Sequence[int]) -> str:
@@ -467,10 +470,11 @@ class GraphEdit:
         """
         return self.constant(f"{name}_shape", np.asarray(shape, np.int64))
 
-    def hold(self, value: Value, array: np.ndarray) -> None:
+    def add_constant(self, value: Value, array: np.ndarray) -> None:
         self.constants[value.name] = Constant(value, array)
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
+        """Record the types `results` of the values that the new node writes."""
         assert results, f"{node.op} {node.name!r} is written without the shapes of its results"
         self._names.update(node.outputs)
         self.values.update((value.name, value) for value in results)

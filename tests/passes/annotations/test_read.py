@@ -46,12 +46,18 @@ def test_what_a_file_says() -> None:
     sharding = Sharding("y", ((1, 2),), ((0, 1), (2, 3)))
     expected = Configuration("four", 4, ("a", "b", "c", "d"), (Annotation(0, 1, (sharding,)),))
     assert configurations_of(linear()) == (expected,)
-    assert sharding.places(2) == ((1, dict.fromkeys(range(4), 0)), (2, {0: 0, 1: 0, 2: 1, 3: 1}))
+    assert sharding.shards_by_dimension(2) == (
+        (1, dict.fromkeys(range(4), 0)),
+        (2, {0: 0, 1: 0, 2: 1, 3: 1}),
+    )
 
 
 def test_blocks_are_counted_along_the_last_dimension_first() -> None:
     sharding = Sharding("y", ((0, 2), (-1, 2)), ((5,), (6,), (7,), (8,)))
-    assert sharding.places(2) == ((2, {5: 0, 6: 0, 7: 1, 8: 1}), (2, {5: 0, 6: 1, 7: 0, 8: 1}))
+    assert sharding.shards_by_dimension(2) == (
+        (2, {5: 0, 6: 0, 7: 1, 8: 1}),
+        (2, {5: 0, 6: 1, 7: 0, 8: 1}),
+    )
 
 
 def test_devices_listed_one_by_one_hold_copies() -> None:

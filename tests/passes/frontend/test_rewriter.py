@@ -140,8 +140,8 @@ def test_operands_and_results_of_the_replaced_node() -> None:
     rewriter = rewriter_of()
     assert [rewriter.operand(index) for index in range(4)] == ["x", "", "x", ""]
     assert [rewriter.has_result(index) for index in range(3)] == [True, True, False]
-    rewriter.give(1, "x")
-    rewriter.give(2, "x")
+    rewriter.set_result(1, "x")
+    rewriter.set_result(2, "x")
     assert rewriter.aliases == {"z": "x"}
     with pytest.raises(ModelError, match="Old lacks operand 1"):
         rewriter.required(1)
@@ -152,7 +152,7 @@ def test_known_operands() -> None:
     five = edit.constant("five", np.asarray([5]))
     vector = edit.constant("vector", np.asarray([5, 6]))
     rewriter = Rewriter(edit, Node("node", "Old", (five, vector, "x", ""), ("y",)))
-    assert [rewriter.known(index) for index in range(4)] == [5, None, None, None]
+    assert [rewriter.known_integer(index) for index in range(4)] == [5, None, None, None]
 
 
 def test_shapes_that_do_not_fit_are_rejected() -> None:
@@ -168,7 +168,11 @@ def test_shapes_that_do_not_fit_are_rejected() -> None:
 
 def test_new_names_of_a_graph_are_unique() -> None:
     edit = GraphEdit(graph_of(NODE))
-    assert [edit.free("x"), edit.free("x"), edit.free("w")] == ["x_", "x__", "w"]
+    assert [edit.unique_name("x"), edit.unique_name("x"), edit.unique_name("w")] == [
+        "x_",
+        "x__",
+        "w",
+    ]
     assert edit.value("w", DType.BOOL, (2,)) == "w_"
     assert edit.type_of("w_") == Value("w_", DType.BOOL, (2,))
 

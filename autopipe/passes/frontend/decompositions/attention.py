@@ -70,7 +70,7 @@ def decompose_group_query_attention(rewriter: FileRewriter) -> None:
     )
     batch, _, tokens, _ = rewriter.shape(query)
     past = (rewriter.operand(3), rewriter.operand(4))
-    total = rewriter.known(6)
+    total = rewriter.known_integer(6)
     past_lengths = "" if total == tokens else _cached_token_counts(rewriter, tokens, total)
     if rewriter.operand(14):
         epsilon = node.number("qk_norm_epsilon", 1e-6)
@@ -119,7 +119,7 @@ def decompose_group_query_attention(rewriter: FileRewriter) -> None:
         **{"left_window_size": window - 1} if window > 0 else {},
     )
     for index, each in enumerate((output, *present)):
-        rewriter.give(index, each)
+        rewriter.set_result(index, each)
 
 
 def decompose_multi_head_attention(rewriter: FileRewriter) -> None:
@@ -135,7 +135,7 @@ def decompose_decoder_masked_attention(rewriter: FileRewriter) -> None:
     """Decompose DecoderMaskedMultiHeadAttention: MultiHeadAttention of one new token, with another
     order of operands. Raises ModelError if the node has beams, since beam search is not supported.
     """
-    beams = rewriter.known(8) if rewriter.operand(8) else 1
+    beams = rewriter.known_integer(8) if rewriter.operand(8) else 1
     rewriter.require(beams == 1 and not rewriter.operand(9), "beams are not supported")
     _decompose_multi_head(
         rewriter, rewriter.operand(10), rewriter.operand(3), rewriter.operand(4), 5
@@ -171,10 +171,10 @@ def decompose_attention(rewriter: FileRewriter) -> None:
     operands = AttentionOperands(query, key, value)
     masked = _combine_masks(rewriter, operands, rewriter.operand(3), rewriter.operand(5), total)
     output, *present = _write_attention_with_past(rewriter, masked, caches, past_length, 2)
-    rewriter.give(0, output)
+    rewriter.set_result(0, output)
     if rewriter.has_result(1):
         stacked = (rewriter.reshape(each, 1, *rewriter.shape(each)) for each in present)
-        rewriter.give(1, rewriter.concat(0, *stacked))
+        rewriter.set_result(1, rewriter.concat(0, *stacked))
 
 
 def decompose_packed_attention(rewriter: FileRewriter) -> None:
@@ -268,7 +268,7 @@ def _write_attention(
     output = rewriter.add("Attention", operands, *shapes, dtype=dtype, **attributes)
     outputs = rewriter.nodes[-1].outputs
     if rewriter.has_result(logits_index):
-        rewriter.give(logits_index, outputs[3])
+        rewriter.set_result(logits_index, outputs[3])
     keys, values = outputs[1:3] if heads.past[0] else (heads.key, heads.value)
     by_token = rewriter.transpose(output, 0, 2, 1, 3)
     return rewriter.reshape(by_token, batch, tokens, count * features), keys, values
@@ -474,7 +474,7 @@ def _decompose_multi_head(
     masked = _combine_masks(rewriter, AttentionOperands(query, key, value), padding, added, total)
     results = _write_attention_with_past(rewriter, masked, caches, past_length, 3)
     for index, each in enumerate(results):
-        rewriter.give(index, each)
+        rewriter.set_result(index, each)
 
 
 def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]:
@@ -647,4 +647,4 @@ def _write_packed_attention(
     order = rewriter.reshape(rewriter.cast(offsets, DType.INT64), batch * longest)
     if tokens < batch * longest:
         order = rewriter.split(order, 0, tokens, batch * longest - tokens)[0]
-    rewriter.give(0, rewriter.add("Gather", [flat, order], (tokens, features), axis=0))
+    rewriter.set_result(0, rewriter.add("Gather", [flat, order], (tokens, features), axis=0))

@@ -58,7 +58,7 @@ def _write_standard_operator(
     node = rewriter.node
     rewriter.add(node.op, node.inputs, *shapes, dtype=dtype, **rewriter.attributes())
     for index, name in enumerate(rewriter.nodes[-1].outputs):
-        rewriter.give(index, name)
+        rewriter.set_result(index, name)
 
 
 def _require_defaults(rewriter: FileRewriter, **defaults: int) -> None:

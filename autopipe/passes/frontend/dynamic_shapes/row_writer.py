@@ -70,7 +70,7 @@ class RowWriter:
     def _constant(self, array: np.ndarray) -> str:
         """Write a constant and return its name."""
         name = self._new_name()
-        self._rewriter.scope.hold(Value(name, DType(array.dtype.name), array.shape), array)
+        self._rewriter.scope.add_constant(Value(name, DType(array.dtype.name), array.shape), array)
         return name
 
     def vector(self, values: Sequence[int]) -> str:

@@ -256,7 +256,7 @@ class _AttentionWriter:
         steps = [("Transpose", _swap_last_sizes(shape))] if is_transposed else []
         if shape[:2] != target[:-2]:
             steps.append(("Reshape", target))
-        result = view.free(f"{node.outputs[0]}_heads") if steps else node.outputs[0]
+        result = view.unique_name(f"{node.outputs[0]}_heads") if steps else node.outputs[0]
         name = self.rewriter.add(
             "Attention", operands, shape, results=[result], name=node.name, **attributes
         )
@@ -277,7 +277,7 @@ class _AttentionWriter:
             operands,
             shape,
             dtype=self.view.type_of(operands[-1]).dtype,
-            results=[result or self.view.free(f"{self.node.outputs[0]}_{role}")],
+            results=[result or self.view.unique_name(f"{self.node.outputs[0]}_{role}")],
             name=f"{self.node.name}/{role}_{len(self.rewriter.nodes)}",
         )
 
@@ -293,7 +293,7 @@ class _AttentionWriter:
         if op == "Transpose":
             rank = len(shape)
             attributes["perm"] = perm or (*range(rank - 2), rank - 1, rank - 2)
-        result = result or self.view.free(f"{self.node.outputs[0]}_{role}")
+        result = result or self.view.unique_name(f"{self.node.outputs[0]}_{role}")
         if op != "Transpose":
             operands.append(self.view.shape_constant(shape))
         return self.rewriter.add(

@@ -51,7 +51,7 @@ def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
         [merge.inputs[0], view.shape_constant(shape)],
         shape,
         dtype=view.type_of(merge.outputs[0]).dtype,
-        results=[view.free(f"{merge.outputs[0]}_separate")],
+        results=[view.unique_name(f"{merge.outputs[0]}_separate")],
         name=merge.name,
     )
     weight = product.inputs[1]
@@ -60,7 +60,7 @@ def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
             "Transpose",
             [weight],
             view.shape(weight)[::-1],
-            results=[view.free(f"{weight}_transposed")],
+            results=[view.unique_name(f"{weight}_transposed")],
             name=f"{product.name}/transpose",
             perm=(1, 0),
         )
@@ -69,7 +69,7 @@ def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
         "MatMul",
         [data, weight],
         shape,
-        results=[view.free(f"{product.outputs[0]}_separate")],
+        results=[view.unique_name(f"{product.outputs[0]}_separate")],
         name=product.name,
     )
     if len(product.inputs) > 2 and product.inputs[2]:
@@ -77,7 +77,7 @@ def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
             "Add",
             [result, product.inputs[2]],
             shape,
-            results=[view.free(f"{product.outputs[0]}_biased")],
+            results=[view.unique_name(f"{product.outputs[0]}_biased")],
             name=f"{product.name}/bias",
         )
     operands = [result, view.shape_constant(target)]

@@ -34,10 +34,10 @@ class Recorder:
     def array(self, name: str) -> np.ndarray | None:
         return None
 
-    def free(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
         return name
 
-    def hold(self, value: Value, array: np.ndarray) -> None:
+    def add_constant(self, value: Value, array: np.ndarray) -> None:
         self.types[value.name] = value
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:

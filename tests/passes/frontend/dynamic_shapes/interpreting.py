@@ -36,7 +36,7 @@ class Reader:
         self.types = dict(inputs)
         self.arrays: dict[str, np.ndarray] = {}
         for name, array in held.items():
-            self.hold(Value(name, DType(array.dtype.name), array.shape), array)
+            self.add_constant(Value(name, DType(array.dtype.name), array.shape), array)
 
     def type_of(self, name: str) -> Value:
         return self.types[name]
@@ -44,10 +44,10 @@ class Reader:
     def array(self, name: str) -> np.ndarray | None:
         return self.arrays.get(name)
 
-    def free(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
         return name
 
-    def hold(self, value: Value, array: np.ndarray) -> None:
+    def add_constant(self, value: Value, array: np.ndarray) -> None:
         self.types[value.name] = value
         self.arrays[value.name] = array
 
@@ -75,7 +75,7 @@ class Reader:
         if all(name in self.arrays for name in operands if name):
             results = self.inference.evaluate(node, known, inferred) or ()
             for name, array in zip(node.output, results, strict=False):
-                self.hold(Value(name, DType(array.dtype.name), array.shape), array)
+                self.add_constant(Value(name, DType(array.dtype.name), array.shape), array)
 
 
 def facts_of(
