@@ -167,15 +167,15 @@ def partition_chain(
     `fixed` are in the stages that it assigns.
 
     The slowest stage is as fast as possible. The time of a stage is its work divided by its number
-    of devices, plus the communication at both boundaries. In the communication, each of `replicas`
-    devices of a group sends its own samples. If `replicas` is None, one device sends everything;
-    between groups of different device types or sizes, as many devices send as the smaller group
-    has.
+    of devices, plus the communication at both boundaries. For the communication, each of `replicas`
+    devices of a group is assumed to send its own samples. If `replicas` is None, one device sends
+    everything; between groups of different device types or sizes, as many devices send as the
+    smaller group has.
 
     If the groups have different memory limits, the state of each stage (parameters, gradients,
-    optimizer state) fits in the memory of its group when it is sharded over the group, if such a
-    partition exists. Raises ConfigurationError if `fixed` permits no partition, and InfeasibleError
-    if the chain has fewer blocks than stages.
+    optimizer state), sharded over its group, fits in the memory of the group, if such a partition
+    exists. Raises ConfigurationError if `fixed` permits no partition, and InfeasibleError if the
+    chain has fewer blocks than stages.
     """
     count = len(groups)
     if count == 1:

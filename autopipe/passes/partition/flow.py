@@ -428,7 +428,7 @@ def partition_space(
     return PartitionSpace(flow, stages, first, last)
 
 
-def downsets(flow: Flow, most: int) -> Members | None:
+def downset_members(flow: Flow, most: int) -> Members | None:
     """Return all downsets of a flow as a `Members` array, in ascending order of size. Return None
     if there are more than `most`.
     """

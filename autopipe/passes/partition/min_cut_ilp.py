@@ -27,7 +27,7 @@ from autopipe.passes.partition.flow import (
     Indices,
     Members,
     PartitionSpace,
-    downsets,
+    downset_members,
     partition_space,
     problem_flow,
 )
@@ -106,7 +106,7 @@ class Program:
             self.at_or_after_term(operator, stage + 1, -factor),
         ]
 
-    def loads(self, stage: int, unit: float) -> list[Term]:
+    def negative_load_terms(self, stage: int, unit: float) -> list[Term]:
         """Return the terms of the negative work of a stage, divided by `unit`."""
         work = self.space.flow.work
         return [
@@ -160,7 +160,7 @@ def crossing_program(space: PartitionSpace, limit: float) -> Program:
     first = space.first
     last = space.last
     for stage in range(space.stages):
-        program.add_row(program.loads(stage, max(limit, 1e-300)), -1.0)
+        program.add_row(program.negative_load_terms(stage, max(limit, 1e-300)), -1.0)
     for value, source in enumerate(flow.source.tolist()):
         readers = flow.readers_of(value)
         for stage in range(first[source], int(last[readers].max()) + 1):
@@ -434,8 +434,8 @@ class PartitionProblem:
         self, coarse: PartitionSpace, limit: float, group: Indices, start: Indices
     ) -> tuple[Indices, float]:
         """Return (stage of each operator, proven lower bound of the bytes). The partition is the
-        best one found that keeps the groups together, or `start` if the former does not send fewer
-        bytes. `coarse` is the space of the groups.
+        best one found that keeps the groups together, or `start` if that one does not send fewer
+        bytes than `start`. `coarse` is the space of the groups.
 
         Tried in this order: an integer program over the full space if it is small; a search over
         all downsets if there are few; and, for a large space, an integer program in which each
@@ -501,8 +501,9 @@ class PartitionProblem:
         )
 
     def _balanced_partition(self, limit: float) -> Indices:
-        """Return a partition within the work limit for a space in which no contiguous partition is.
-        Raises InfeasibleError, with the minimum imbalance, if no partition is found.
+        """Return a partition within the work limit, for a space without a contiguous partition
+        within the limit. Raises InfeasibleError, with the minimum imbalance, if no partition is
+        found.
         """
         total = float(self.flow.work.sum())
         stages = self.space.stages
@@ -528,9 +529,9 @@ class PartitionProblem:
         )
 
     def _most_even_groups(self, group: Indices, limit: float) -> tuple[Indices | None, bool]:
-        """Return (stage of each group, proven) for the partition whose largest stage has the
-        minimum work, among those with at most `limit` work per stage. `proven` is True if this is
-        proven. The stages are None if no partition is found.
+        """Return (stage of each group, proven): the partition whose largest stage has the minimum
+        work, among those with at most `limit` work per stage, and True if this minimum is proven.
+        The stages are None if no partition is found.
         """
         coarse = self.space.coarsened(group).within_limit(limit)
         members = downsets_if_few(coarse.flow, limit)
@@ -546,7 +547,7 @@ class PartitionProblem:
             program.builder.add_variables(1, cost=1.0, lower=1.0, upper=most, integral=False)[0]
         )
         for stage in range(coarse.stages):
-            program.add_row([(largest, 1.0), *program.loads(stage, mean)], 0.0)
+            program.add_row([(largest, 1.0), *program.negative_load_terms(stage, mean)], 0.0)
         answer = solve(
             program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES, solver=self.solver
         )
@@ -582,7 +583,7 @@ def downsets_if_few(flow: Flow, limit: float) -> Members | None:
     None. Both the downsets and the pairs of downsets that differ by at most `limit` work must be
     few.
     """
-    members = downsets(flow, _MAXIMUM_DOWNSETS)
+    members = downset_members(flow, _MAXIMUM_DOWNSETS)
     if members is None:
         return None
     done = np.sort(members @ flow.work)

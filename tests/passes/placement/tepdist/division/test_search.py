@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.partition import min_cut_ilp as module
-from autopipe.passes.partition.flow import Flow, PartitionSpace, downsets, make_flow
+from autopipe.passes.partition.flow import Flow, PartitionSpace, downset_members, make_flow
 from autopipe.passes.partition.min_cut_ilp import PartitionProblem, group_operators
 
 
@@ -119,13 +119,13 @@ def test_the_search_over_downsets_is_optimal(task: tuple[PartitionSpace, float])
     stages = space.stages
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in every(space) if flow.loads(s, stages).max() <= limit + 1e-6]
-    members = downsets(flow, 1000)
+    members = downset_members(flow, 1000)
     assert members is not None
     _, sources, readers = flow.edges()
     tried = np.array(list(itertools.product([False, True], repeat=flow.operators)))
     assert len(members) == (tried[:, sources] >= tried[:, readers]).all(axis=1).sum()
     assert (members[:, sources] >= members[:, readers]).all()
-    assert downsets(flow, len(members) - 1) is None
+    assert downset_members(flow, len(members) - 1) is None
     found = space.best_over_downsets(members, limit)
     if found is None:
         assert not allowed
