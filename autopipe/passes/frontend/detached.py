@@ -37,8 +37,9 @@ class DetachedReads:
 
 
 def find_detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> DetachedReads:
-    """Return the operands of `nodes` that the traced program detached, according to the metadata of
-    the nodes, although no node of the file writes the result of that `detach`.
+    """Return the operands of `nodes` that are results of a `detach` in the traced program,
+    according to the metadata of the nodes, although no node of the file writes the result of that
+    `detach`.
     """
     written = {name for node in nodes for name in node.output if name}
     constants = {name for node in nodes if node.op_type == "Constant" for name in node.output}

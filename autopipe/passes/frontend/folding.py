@@ -65,13 +65,13 @@ COMPUTED = "/computed"
 the parameter's name.
 """
 LARGEST = 1 << 30
-"""Maximum bytes of a tensor whose data are compared with those of another tensor."""
+"""Maximum bytes of a tensor whose data are compared with another tensor."""
 MASKED = -10.0
 """Maximum value that a mask adds at a hidden position. Masks add large negative numbers there."""
 REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
-"""Traced operators that may repeat rows of a parameter in their result."""
+"""Operators of PyTorch's traced program that may repeat rows of a parameter in their result."""
 TRANSPOSING = frozenset({"t", "transpose", "numpy_T", "permute"})
-"""Traced operators that transpose a matrix."""
+"""Operators of PyTorch's traced program that transpose a matrix."""
 REORDERING = TRANSPOSING | {
     "view",
     "_unsafe_view",
@@ -93,15 +93,19 @@ REORDERING = TRANSPOSING | {
     "swapaxes",
     "unfold",
 }
-"""Traced operators that move or drop elements, but do not repeat or change any."""
+"""Operators of PyTorch's traced program that move or drop elements, but do not repeat or change
+any.
+"""
 INDEXING = frozenset({"arange", "iota", "zeros", "ones", "full"})
-"""Traced operators that create tensors of indices. If one of them is present, arithmetic operators
-may compute indices rather than elements of the result.
+"""Operators of PyTorch's traced program that create tensors of indices. If one of them is present,
+arithmetic operators may compute indices rather than elements of the result.
 """
 SHIFTING = frozenset({"add", "sub", "neg"})
-"""Traced operators that may compute indices from positions."""
+"""Operators of PyTorch's traced program that may compute indices from positions."""
 BOUNDING = frozenset({"abs", "clamp", "minimum", "maximum"})
-"""Traced operators that may clamp distances, so that they can be used as indices."""
+"""Operators of PyTorch's traced program that may clamp distances, so that they can be used as
+indices.
+"""
 BUCKETING = BOUNDING | {
     "mul",
     "div",
@@ -113,21 +117,25 @@ BUCKETING = BOUNDING | {
     "zeros_like",
     "scalar_tensor_default",
 }
-"""Traced operators with which T5 computes the bucket of a distance for relative position biases."""
+"""Operators of PyTorch's traced program that compute the bucket of a distance for T5's relative
+position biases.
+"""
 SUMMING = frozenset({"sum", "mean", "mul", "div", "neg"}) | SAME
-"""Traced operators from which a sum of elements with a constant factor is built."""
+"""Operators of PyTorch's traced program that can compute a sum of elements with a constant
+factor.
+"""
 NORMALIZING = re.compile(r"batch_norm|instance_norm")
-"""Pattern of the operator of a traced call: normalizations that an exporter folds into the weights
-of the preceding layer.
+"""Pattern of normalizations among the operators of PyTorch's traced program that an exporter folds
+into the weights of the preceding layer.
 """
 INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
-"""Pattern of a traced call of `index` that indexes only the first axis."""
+"""Pattern of a call of `index` in PyTorch's traced program that indexes only the first axis."""
 UNSQUEEZING = frozenset(
     {("group_norm", 1, "Mul"), ("group_norm", 2, "Add"), ("native_group_norm", 1, "Mul"),
      ("native_group_norm", 2, "Add"), ("prelu", 1, "PRelu"), ("_prelu_kernel", 1, "PRelu")}
 )  # fmt: skip
-"""Traced calls that add axes to a vector, so that it broadcasts. Each entry: traced operator,
-position of the vector among the arguments, ONNX operator that reads the result.
+"""Calls of PyTorch's traced program that add axes to a vector, so that it broadcasts. Each entry:
+operator, position of the vector among the arguments, ONNX operator that reads the result.
 """
 GROUP_NORM = frozenset({"Shape", "Reshape", "InstanceNormalization", "Mul", "Add"})
 """ONNX operators that PyTorch's older exporter writes for a group normalization."""
@@ -145,9 +153,8 @@ indexed from a table of single elements.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folded:
-    """A tensor of the file with the derivation from its source: `value` is the result of the
-    operators `steps` on `source`. The source is a parameter that the file does not name, or the
-    name of another tensor of the file.
+    """A tensor of the file that is computed from its source: `value` is the result of the operators
+    `steps` on `source`. The source is a new parameter, or the name of another tensor of the file.
     """
 
     value: Value
@@ -158,7 +165,7 @@ class Folded:
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
         """Return the data of the tensor, computed from `array`, the data of the source. `others`
-        has by name the data of the parameters in `self.others`.
+        maps the names in `self.others` to the data of these parameters.
         """
         return apply_steps(self.steps, array, others)
 
@@ -197,8 +204,8 @@ class Unfolding:
     name in the module.
     """
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each tensor that is computed in an unknown way, the names of the parameters it comes
-    from; () if they are unknown too.
+    """For each tensor that is computed in an unknown way, and therefore not trained, the names of
+    the parameters it comes from; () if they are unknown as well.
     """
     detached: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """For each tensor that is a detached copy, the names of the parameters that it copies."""
@@ -235,12 +242,12 @@ def find_folds(
     taken: set[str],
     numbers: FoldNumbers,
 ) -> Unfolding:
-    """Return how the exporter computed those of the tensors `parameters` that are not parameters
+    """Return how the exporter computed the tensors in `parameters` that are not parameters
     themselves.
 
-    `roles` infers roles of the file's tensors, `numbers` counts folded operators from tensor names.
-    Recovered parameters get no name in `taken`. Returns an empty result if the file's metadata list
-    its parameters.
+    `roles` infers the roles of the file's tensors, `numbers` derives the number of folded operators
+    from tensor names, and `taken` contains names that new parameters must not use. Returns an empty
+    result if the file's metadata list its parameters.
     """
     if roles.stated is not None:
         return Unfolding()
@@ -301,7 +308,7 @@ class _FoldFinder:
 
     def record_by_metadata(self) -> None:
         """Record how the tensors of a file of PyTorch's newer exporter are computed. Its metadata
-        have the origins of each tensor and the traced operators.
+        list the parameters and the operators of the traced program that each tensor results from.
         """
         signature = self.roles.signature
         named = {
@@ -350,8 +357,8 @@ class _FoldFinder:
             self._refuse_named(parameter, (name, *normalized))
 
     def _refuse_named(self, tensor: Parameter, origins: tuple[str, ...]) -> None:
-        """Mark the tensor as refused, because it is computed in an unknown way from the parameters
-        `origins`. It has the name of one of them and receives another name.
+        """Mark the tensor as refused (not trainable), because it is computed in an unknown way from
+        the parameters `origins`. It is named like one of them, and is therefore renamed.
         """
         name = tensor.value.name
         self.result.refused[name] = origins
@@ -386,11 +393,12 @@ class _FoldFinder:
         )
 
     def _record_detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
-        """Record the origin of a tensor whose traced operators include `detach`.
+        """Record the origin of a tensor that results from a `detach` in the traced program.
 
-        If those operators only move elements and the file contains the parameter, the tensor is
-        computed from it with a StopGradient. If they only move elements and no other tensor comes
-        from the parameter, the tensor is recorded as a detached copy. Otherwise it is refused.
+        If the operators of the traced program only move elements and the file contains the
+        parameter, the tensor is computed from it with a StopGradient. If they only move elements
+        and no other tensor comes from the parameter, the tensor is recorded as a detached copy.
+        Otherwise it is refused (not trainable).
         """
         name = tensor.value.name
         signature = self.roles.signature
@@ -411,8 +419,9 @@ class _FoldFinder:
     def _record_joint(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> None:
-        """Record how `tensor` is computed from several parameters, `origins`. It is refused if the
-        file lacks one of them, if a `detach` is involved, or if no derivation is found.
+        """Record how `tensor` is computed from several parameters, `origins`. It is refused (not
+        trainable) if the file lacks one of them, if a `detach` is involved, or if no derivation is
+        found.
         """
         name = tensor.value.name
         if tensor.value.elements == 1 and self._record_decay(tensor, origins, named):
@@ -432,7 +441,7 @@ class _FoldFinder:
     ) -> bool:
         """Record that a scalar is a constant times the sum of the squares of the parameters
         `origins`, as for weight decay in the loss, and return True. Return False if it is not, or
-        if the traced operators do not compute a sum of squares.
+        if its operators in the traced program do not compute a sum of squares.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
@@ -478,7 +487,8 @@ class _FoldFinder:
         self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]
     ) -> bool:
         """Record how `tensor` is computed from `base`, another tensor of the file, and return True.
-        If no derivation is found, mark `tensor` as refused and return False.
+        If no derivation is found, mark `tensor` as refused (not trainable), because it is computed
+        from the parameters `origins` in an unknown way, and return False.
         """
         name = tensor.value.name
         steps = self.find_steps(base, tensor)
@@ -492,9 +502,10 @@ class _FoldFinder:
         """Record how `tensors` are computed from the parameter `origin`, which the file does not
         contain.
 
-        One of the tensors represents the parameter: preferably a tensor that is the full parameter
-        in a known layout, otherwise one that consists of elements of the parameter. The other
-        tensors are computed from that one, represent more parts of the parameter, or are refused.
+        One of the tensors represents the parameter in the graph: preferably a tensor that is the
+        full parameter in a known layout, otherwise one that consists of elements of the parameter.
+        The other tensors are computed from that one, represent more parts of the parameter, or are
+        refused (not trainable).
         """
         by_rank = sorted(tensors, key=lambda each: self._representative_rank(each, origin))
         unknown: list[Parameter] = []
@@ -527,8 +538,8 @@ class _FoldFinder:
 
     def _record_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
         """Record that a scalar is a constant times the sum of `bases`, which are single elements of
-        one parameter, and return True. Return False if it is not, or if the traced operators do not
-        compute a sum.
+        one parameter, and return True. Return False if it is not, or if its operators in the traced
+        program do not compute a sum.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_read = tensor.value.dtype in (DType.FLOAT32, DType.FLOAT64)
@@ -573,8 +584,8 @@ class _FoldFinder:
         ), -tensor.value.elements
 
     def _find_copy(self, tensor: Parameter, bases: list[Parameter]) -> Folded | None:
-        """Return how `tensor` is computed from the first suitable tensor of `bases`; None if there
-        is none.
+        """Return the derivation of `tensor` from the first tensor of `bases` that it can be
+        computed from; None if there is none.
         """
         for base in bases:
             steps = self.find_steps(base, tensor)
@@ -642,11 +653,11 @@ class _FoldFinder:
 
     def _find_layout_by_calls(self, tensor: Parameter, origin: str) -> Layout | None:
         """Return the change of layout between the parameter `origin` and the tensor, inferred from
-        the traced calls that read the parameter. Returns None if the calls are of different kinds
-        or of an unknown kind.
+        the calls of the traced program that read the parameter. Returns None if the calls are of
+        different kinds or of an unknown kind.
 
-        A linear layer transposes its weight. Indexing along the first axis leaves the parameter
-        unchanged. A group normalization or PReLU adds axes to a vector.
+        A linear layer transposes its weight. Indexing along the first axis does not change the
+        parameter. A group normalization or PReLU adds axes to a vector.
         """
         shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
@@ -672,8 +683,8 @@ class _FoldFinder:
         return None
 
     def _argument_position(self, node: onnx.NodeProto, origin: str) -> int:
-        """Return the position of the parameter `origin` among the arguments of the node's traced
-        call; -1 if it is no argument.
+        """Return the position of the parameter `origin` among the arguments of the call of the
+        traced program that the node belongs to; -1 if it is not an argument.
         """
         arguments = traced_call(node)[1]
         places = [
@@ -684,8 +695,8 @@ class _FoldFinder:
         return places[0] if places else -1
 
     def _has_unchanged_elements(self, name: str) -> bool:
-        """True if, according to the traced operators, the elements of the tensor `name` are
-        unchanged elements of a parameter.
+        """True if the tensor `name` consists of unchanged elements of a parameter, according to the
+        operators of the traced program that computed it.
         """
         signature = self.roles.signature
         operators = signature.operators(name)
@@ -704,8 +715,8 @@ class _FoldFinder:
         return is_indexed and is_last and self._computes_indices(name)
 
     def _computes_indices(self, name: str) -> bool:
-        """True if arithmetic among the traced operators of the indexed tensor `name` computes
-        indices, not elements.
+        """True if arithmetic operators of the traced program that contributed to the indexed tensor
+        `name` compute indices, not elements.
 
         Additions are not examined, because training p + 1 is equivalent to training p.
         """
@@ -745,8 +756,7 @@ class _FoldFinder:
 
     def _is_plain_exponential(self, tensor: Parameter, folded: Folded) -> bool:
         """True if the tensor is exp(p) or -exp(p) for a parameter p in p's layout. False if the
-        tensor has a name that the exporter invented: a further operator may then have changed the
-        layout.
+        exporter invented the tensor's name: another operator may then have changed the layout.
         """
         name = tensor.value.name
         counted = self.roles.signature.operator_counts(name)
@@ -818,12 +828,12 @@ class _FoldFinder:
     def _select_transposed(
         self, candidates: Mapping[str, str], numbers: FoldNumbers
     ) -> dict[str, str]:
-        """Return those of `candidates` (tensor → weight of a linear layer) whose only folded
-        operator is the transposition of the weight.
+        """Return the entries of `candidates` (tensor → weight of a linear layer) that are the
+        weight of the layer and only transposed.
 
-        A module may also multiply by a function of its weight. `numbers` counts the operators that
-        were folded into a tensor, if tensor names determine the count. If any count differs from 1,
-        all tensors with an unknown count are omitted.
+        Other candidates are functions of a weight. `numbers` counts the operators that were folded
+        into a tensor, if tensor names determine the count; a transposition counts 1. If any count
+        differs from 1, all tensors with an unknown count are omitted.
         """
         found: dict[str, str] = {}
         unknown: dict[str, str] = {}
@@ -1052,8 +1062,8 @@ class _FoldFinder:
         return last == "bias" and owner.startswith(f"{_module_path(node)}.")
 
     def _find_copies(self) -> Iterator[tuple[str, Folded]]:
-        """Yield (name, derivation) for each tensor with a name that PyTorch's older exporter made
-        up whose data can be computed from another tensor, by moving its elements or as 1 minus it.
+        """Yield (name, derivation) for each tensor whose name PyTorch's older exporter invented and
+        whose data can be computed from another tensor, by moving its elements or as 1 minus it.
         """
         if not any(LIFTED.fullmatch(name) for name in self.parameters):
             return
@@ -1118,9 +1128,9 @@ class _FoldFinder:
     def _declared_steps(
         self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
     ) -> tuple[Step, ...] | None:
-        """Return the change of layout that the file declares between the parameter `base` and
-        `copy`. `first` and `second` are their data. Returns None if nothing is declared or the data
-        disagree.
+        """Return the change of layout that the file's metadata declare between the parameter `base`
+        and `copy`. `first` and `second` are their data. Returns None if the metadata declare none
+        or the data disagree.
         """
         origin = base.value.name
         if origin not in self.roles.signature.parameters:
@@ -1199,8 +1209,8 @@ class _FoldFinder:
         return found
 
     def _may_repeat_rows(self, name: str) -> bool:
-        """True if, according to the traced operators, the tensor `name` may repeat rows of a
-        parameter.
+        """True if the tensor `name` may repeat rows of a parameter, according to the operators of
+        the traced program that computed it.
         """
         return not REPEATS.isdisjoint(self.roles.signature.operators(name))
 
@@ -1269,8 +1279,8 @@ class _FoldFinder:
         return wide and value.shape[0] in self.roles.samples and not is_uniform(array)
 
     def _find_logarithm(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """Return how the tensor is computed as exp(p) or -exp(p) from p, its logarithm; None if the
-        traced operators have no `exp` or the signs of the data do not fit.
+        """Return how the tensor is computed as exp(p) or -exp(p) from p, its logarithm; None if no
+        `exp` of the traced program contributed to it, or if the signs of the data do not fit.
         """
         operators = self.roles.signature.operators(parameter.value.name)
         if "exp" not in operators or not parameter.trainable:
