@@ -36,7 +36,7 @@ from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.solvers.milp import Builder
 from autopipe.passes.solvers.milp import solve as solve_milp
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate, solve
-from autopipe.passes.solvers.min_sum.metropolis import walk
+from autopipe.passes.solvers.min_sum.metropolis import random_walk
 from autopipe.passes.solvers.min_sum.model import merge_edges
 from benchmarks.table import Case, Row, cases_of, zoo_graph
 
@@ -208,7 +208,7 @@ def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
             theirs_too,
         ),
         "mcmc": (
-            partial(walk, start=start, iterations=_ITERATIONS, temperature=0.1),
+            partial(random_walk, start=start, iterations=_ITERATIONS, temperature=0.1),
             FLEXFLOW_S,
             walked,
         ),

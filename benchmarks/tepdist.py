@@ -29,7 +29,7 @@ from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.sharding.search import Exact, Solver, Tables, make_tables
+from autopipe.passes.sharding.search import ExactSolver, Solver, SplitTables, make_split_tables
 from autopipe.passes.solvers.min_sum import Assignment
 from benchmarks.table import Case, Row, Settings, cases_of, zoo_graph
 
@@ -377,7 +377,7 @@ def _levels(case: str, size: str) -> Iterator[Row]:
         "",
         f"of processor time, once for all levels; {counted}",
     )
-    exact, _ = _searched(tables, Exact(_LIMIT_S))
+    exact, _ = _searched(tables, ExactSolver(_LIMIT_S))
     for level in _LEVELS:
         answer, seconds = _searched(tables, LEVELS[level](_LIMIT_S))
         timed = (
@@ -394,15 +394,15 @@ def _levels(case: str, size: str) -> Iterator[Row]:
         yield Row(case, "objective", None, float(answer.cost), "s a step", level, proof)
 
 
-def _tables(settings: Settings) -> tuple[Tables, float]:
+def _tables(settings: Settings) -> tuple[SplitTables, float]:
     """The search's tables for a GPT, and the seconds that they took."""
     problem = Training("gpt", settings, _DEVICES, _BATCH).given(_MICRO_BATCH)
     start = _processor_s()
-    tables = make_tables(problem, range(len(problem.graph.nodes)), tuple(range(_DEVICES)))
+    tables = make_split_tables(problem, range(len(problem.graph.nodes)), tuple(range(_DEVICES)))
     return tables, _processor_s() - start
 
 
-def _searched(tables: Tables, solver: Solver) -> tuple[Assignment, float]:
+def _searched(tables: SplitTables, solver: Solver) -> tuple[Assignment, float]:
     start = _processor_s()
     answer = solver(tables, None)
     return answer, _processor_s() - start

@@ -31,7 +31,7 @@ from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.placement.tepdist.levels import O2, O3
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import Exact, Solver, Tables, make_tables
+from autopipe.passes.sharding.search import ExactSolver, Solver, SplitTables, make_split_tables
 from autopipe.passes.solvers.min_sum import Assignment
 
 BATCH = 64
@@ -74,7 +74,7 @@ def gpt3() -> Model:
             return read_model(path, batch=BATCH)
 
 
-def timed(make: Callable[[], Solver], tables: Tables) -> tuple[Assignment, float]:
+def timed(make: Callable[[], Solver], tables: SplitTables) -> tuple[Assignment, float]:
     """Return the solver's assignment without a memory limit, and its CPU seconds."""
     begin = time.process_time()
     answer = make()(tables, None)
@@ -89,12 +89,12 @@ def row(name: str, model: Model, devices: int, cluster: str) -> list[str]:
     )
     begin = time.process_time()
     nodes = range(len(model.graph.nodes))
-    tables = make_tables(
+    tables = make_split_tables(
         problem, nodes, tuple(range(devices)), StageOptions(given=frozenset(model.graph.outputs))
     )
     made = time.process_time() - begin
     (exact, exact_s), (second, second_s), (third, third_s) = (
-        timed(make, tables) for make in (lambda: Exact(None), O2, O3)
+        timed(make, tables) for make in (lambda: ExactSolver(None), O2, O3)
     )
     seconds = [f"{each:.2f}" for each in (made, exact_s, second_s, third_s)]
     losses = [f"{100 * max(0.0, each.cost / exact.cost - 1):.3f}%" for each in (second, third)]

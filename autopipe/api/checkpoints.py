@@ -30,7 +30,7 @@ from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, Outpu
 from autopipe.ir.words import join_first, plural
 
 if TYPE_CHECKING:
-    from autopipe.passes.export import Numbers
+    from autopipe.passes.export import TensorData
     from autopipe.passes.module_state import ModuleState
     from autopipe.passes.weight_files import MatchedWeights
 
@@ -152,8 +152,8 @@ def export_weights(
     Raises ConfigurationError if there is no such checkpoint, if the ONNX file is missing or is
     another model, or if a file cannot be written, and LaunchError if the checkpoint is damaged.
     """
-    from autopipe.passes.export import Numbers, write_trained
-    from autopipe.passes.module_state import counters_of, module_state
+    from autopipe.passes.export import TensorData, write_trained
+    from autopipe.passes.module_state import batch_counters_of_file, module_state
     from autopipe.passes.safetensors_files import is_safetensors
 
     events = events or SilentEvents()
@@ -177,16 +177,16 @@ def export_weights(
     with events.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
     reader = CheckpointReader(chosen, held)
-    numbers: dict[str, Numbers] = {}
+    numbers: dict[str, TensorData] = {}
     for each in held.parameters:
         value = Value(each.name, DType(each.value.dtype), each.value.shape)
         tensor = dict(each.state).get(AVERAGE_STATE, each.value) if settings.ema else each.value
-        numbers[each.name] = Numbers(value, partial(reader.read, tensor))
+        numbers[each.name] = TensorData(value, partial(reader.read, tensor))
     if weights_alone:
         trainable = {each.name for each in held.parameters if each.trainable}
         state = module_state(path, numbers, trainable, held.forwards)
         return _write_tensors(target, state, held.step, inputs, settings, events)
-    numbers |= counters_of(path, held.forwards)
+    numbers |= batch_counters_of_file(path, held.forwards)
     size = sum(each.value.bytes for each in numbers.values())
     with events.progress("writing", total=size) as bar:
         written = write_trained(path, target, numbers, bar.advance, force=settings.force)
@@ -215,14 +215,14 @@ def _write_tensors(
     """
     from autopipe.passes.safetensors_files import (
         INDEX_SUFFIX,
+        group_into_shards,
         safetensors_paths,
-        shards_of,
         write_safetensors,
     )
 
     tensors = state.tensors
     most = settings.max_shard_size
-    for path in safetensors_paths(target, len(shards_of(tensors, most))):
+    for path in safetensors_paths(target, len(group_into_shards(tensors, most))):
         kind = SAFETENSORS_INDEX if path.name.endswith(INDEX_SUFFIX) else SAFETENSORS
         OutputFile(path, kind, inputs, settings.force).check()
     with events.progress("writing", total=sum(each.value.bytes for each in tensors)) as bar:
@@ -260,11 +260,11 @@ def import_weights(
     ModelError.
     """
     from autopipe.passes.export import write_trained
-    from autopipe.passes.weight_files import matched_weights
+    from autopipe.passes.weight_files import match_weights
 
     events = events or SilentEvents()
     OutputFile(target, ONNX, (weights, model), force).check()
-    matched = matched_weights(weights, model)
+    matched = match_weights(weights, model)
     if not matched.numbers or ((matched.missing or matched.unused) and not is_partial):
         raise ConfigurationError(*_unmatched(matched, weights, model))
     for note in _matching_notes(matched, model):
@@ -341,7 +341,7 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
     ConfigurationError if it does not exist or is another model.
     """
     from autopipe.passes.frontend.load import load
-    from autopipe.passes.weight_files import are_one_model
+    from autopipe.passes.weight_files import are_same_model
 
     trained = Path(held.model)
     path = trained if model is None else model
@@ -350,7 +350,7 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
         raise ConfigurationError("the trained model does not exist", hint=hint, where=str(path))
     if (given := load(path)).digest != held.model_digest:
         source = load(trained) if trained.is_file() else given
-        if source.digest == held.model_digest and are_one_model(source, given):
+        if source.digest == held.model_digest and are_same_model(source, given):
             return path
         message = "this is not the model that the checkpoint was trained from"
         hint = (

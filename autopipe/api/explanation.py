@@ -31,16 +31,16 @@ from autopipe.passes.explain import (
     DeviceReport,
     NodeReport,
     WhatIf,
-    cheapest,
+    best_changes,
     device_report,
-    granted,
     is_quick,
     move_changes,
     node_report,
-    opened_request,
+    request_with_open_options,
     split_changes,
     stage_changes,
-    what_ifs,
+    what_if_requests,
+    what_if_result,
 )
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.explicit import Explicit, NodeNames
@@ -239,8 +239,8 @@ def _explain_node(planned: PlanResult, name: str) -> NodeExplanation:
     problem = planned.problem
     placement = planned.plan.placement
     node = _find_node(planned, name)
-    splits = cheapest(planned, split_changes(problem, placement, node), wanted=3)
-    moves = cheapest(planned, move_changes(problem, placement, node), wanted=2)
+    splits = best_changes(planned, split_changes(problem, placement, node), wanted=3)
+    moves = best_changes(planned, move_changes(problem, placement, node), wanted=2)
     changes = tuple(sorted((*splits, *moves), key=lambda each: each.rank))
     return NodeExplanation(planned, node, node_report(problem, placement, node), changes)
 
@@ -311,7 +311,7 @@ def _explain_stage(planned: PlanResult, number: int) -> StageExplanation:
         number,
         stage_overheads(problem, plan.placement, plan.prediction)[number],
         report.busy_s,
-        cheapest(planned, stage_changes(problem, plan.placement, number), wanted=4),
+        best_changes(planned, stage_changes(problem, plan.placement, number), wanted=4),
     )
 
 
@@ -384,7 +384,7 @@ def _helpful_changes(planned: PlanResult, folder: Path, events: Events) -> list[
             "set the path of the model with --model FILE",
         )
         again = False
-    changes = list(what_ifs(planned))
+    changes = list(what_if_requests(planned))
     helps = []
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     nodes = configuration.cluster.nodes
@@ -394,15 +394,15 @@ def _helpful_changes(planned: PlanResult, folder: Path, events: Events) -> list[
     with events.progress("what would help", total=len(changes) + 1) as bar:
         for what, request in changes:
             bar.advance(0, note=what)
-            helps.append(granted(planned, what, request, again))
+            helps.append(what_if_result(planned, what, request, again))
             bar.advance()
         bar.advance(0, note=twice)
         try:
             request = make_request(doubled, planned.request.model)
         except AutopipeError as error:
             return [*helps, WhatIf(twice, again, refused=" ".join(error.message.split()))]
-        request = replace(request, strategy=opened_request(planned).strategy)
-        return [*helps, granted(planned, twice, request, again)]
+        request = replace(request, strategy=request_with_open_options(planned).strategy)
+        return [*helps, what_if_result(planned, twice, request, again)]
 
 
 def choice_command(folder: Path, planned: PlanResult, choice: Choice) -> str:

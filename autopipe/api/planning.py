@@ -19,7 +19,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_kinds import ONNX, OutputFile
 from autopipe.ir.plan import Plan, read_plan
 from autopipe.ir.words import plural
-from autopipe.passes.annotations import annotated, write_annotated
+from autopipe.passes.annotations import plan_annotations, write_annotated
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.auto.plan_cache import open_plan_cache
 from autopipe.passes.pipeline import Observer, PlanResult, Request, make_plan
@@ -174,7 +174,7 @@ def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
     """
     devices = planned.problem.cluster.devices
     names = tuple(f"{device.name}:{index}" for index, device in enumerate(devices))
-    configuration, left_out = annotated(
+    configuration, left_out = plan_annotations(
         planned.problem.graph, planned.plan.placement, planned.model.origins, names
     )
     write_annotated(planned.model.path, target, configuration)

@@ -86,7 +86,9 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
     return splits if made == places else None
 
 
-def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, ...] | None:
+def consistent_device_order(
+    shardings: Iterable[Sharding], cuts: Iterable[Cuts]
+) -> tuple[int, ...] | None:
     """Return an order of the devices of a group for which `splits_over` finds splits for each entry
     of `cuts`, or None if no candidate is such an order.
 
@@ -102,7 +104,7 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
         listed = tuple(itertools.chain(*groups))
         candidates += [tuple(sorted(listed)), listed]
 
-    def breaks(order: tuple[int, ...]) -> bool:
+    def reorders_replicas(order: tuple[int, ...]) -> bool:
         """True if `order` lists replicas of a shard in another order than `shardings`."""
         position = {device: index for index, device in enumerate(order)}
         copies = (
@@ -110,13 +112,15 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
         )
         return any(position[first] >= position[second] for first, second in copies)
 
-    for order in sorted(dict.fromkeys(candidates), key=breaks):
+    for order in sorted(dict.fromkeys(candidates), key=reorders_replicas):
         if all(splits_over(order, each) is not None for each in wanted):
             return order
     return None
 
 
-def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Sharding]) -> Cuts:
+def _splits_from_layouts(
+    graph: Graph, node: int, space: Space, shardings: Mapping[str, Sharding]
+) -> Cuts:
     """Return the splits of a node that follow from the layouts of its tensors. An axis that indexes
     no annotated tensor is not split.
 
@@ -142,9 +146,11 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
             continue
         windows = {each.dimension: each.axis for each in space.windows_of(place)}
         axes = [(windows[at],) if at in windows else each for at, each in enumerate(dimensions)]
-        blocks = _blocks_of(graph.type_of(name).shape, shardings[name], f"{where}: tensor {name!r}")
+        blocks = _shards_by_dimension(
+            graph.type_of(name).shape, shardings[name], f"{where}: tensor {name!r}"
+        )
         for (count, held, here), own_axes in zip(blocks, axes, strict=True):
-            for axis, degree, inner in _parts(own_axes, space.axis_sizes(), count, here):
+            for axis, degree, inner in _axis_parts(own_axes, space.axis_sizes(), count, here):
                 if degree == 1 and axis in windows.values():
                     # A tensor that is read through windows may be replicated although its axis is
                     # split: each device then holds more than its windows read.
@@ -165,7 +171,7 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
     return tuple(cut for cut, _ in found.values() if cut.degree > 1)
 
 
-def _blocks_of(
+def _shards_by_dimension(
     shape: tuple[int, ...], sharding: Sharding, where: str
 ) -> Iterator[tuple[int, dict[int, int], str]]:
     """Yield, for each dimension of a tensor of shape `shape`, (number of shards, index of the shard
@@ -196,7 +202,7 @@ def _blocks_of(
         yield blocks, held, here
 
 
-def _parts(
+def _axis_parts(
     dimension: Sequence[str], extents: Mapping[str, int], blocks: int, where: str
 ) -> Iterator[tuple[str, int, int]]:
     """Yield the division of a tensor dimension into `blocks` shards as divisions of the axes that
@@ -295,7 +301,7 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
     for members in teams.values():
         stage = None if members[0].stage is None else stages.index(members[0].stage)
         source = "the model's annotation" + ("" if stage is None else f" of stage {stage}")
-        order = _order(model.graph, [each for each in members if each.shardings])
+        order = _stage_device_order(model.graph, [each for each in members if each.shardings])
         names = {each.node: model.graph.nodes[each.node].name for each in members}
         yield Constraint(source, stage, order, nodes=tuple(names.values()))
         by_split: dict[tuple[tuple[str, int], ...], list[str]] = {}
@@ -341,7 +347,7 @@ def _annotated_nodes(
             node,
             stages.get(node),
             tuple(own.values()),
-            _cuts_of(model.graph, node, samples.uses[node].space, own) if own else (),
+            _splits_from_layouts(model.graph, node, samples.uses[node].space, own) if own else (),
         )
         for node, own in sorted(layouts.items())
         if own or stages.get(node) is not None
@@ -376,7 +382,7 @@ def _own_shardings(
     return found
 
 
-def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | None:
+def _stage_device_order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | None:
     """Return the devices of a stage in the order to which the splits of all its nodes apply; None
     if `members` is empty.
 
@@ -396,7 +402,7 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
             hint="annotate all nodes of a stage for the same devices",
             where=repr(graph.nodes[other.node].name),
         )
-    order = order_of(
+    order = consistent_device_order(
         (sharding for each in members for sharding in each.shardings),
         (each.cuts for each in members),
     )
@@ -412,7 +418,7 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
     return order
 
 
-def annotated(
+def plan_annotations(
     graph: Graph, placement: Placement, origins: Sequence[Origin], device_names: tuple[str, ...]
 ) -> tuple[Configuration, tuple[str, ...]]:
     """Return (configuration, incomplete): the annotations of the file's nodes that express
@@ -436,7 +442,9 @@ def annotated(
     stage_of = placement.stage_of()
     group_of = {node: placement.stages[stage] for node, stage in stage_of.items()}
     spaces = [use.space for use in op_instances(graph)]
-    layouts = [_layouts(graph, node, space, group_of[node]) for node, space in enumerate(spaces)]
+    layouts = [
+        _tensor_layouts(graph, node, space, group_of[node]) for node, space in enumerate(spaces)
+    ]
     stages: list[int | None] = [
         None if owner is None else stage_of[owner] for owner in owners_of(origins)
     ]
@@ -456,7 +464,7 @@ def annotated(
             named = [(name, own) for name, own in origin.values if own in layouts[owner]]
             devices = group_of[owner].devices
             shardings = [
-                Sharding(name, *_blocks(layouts[owner][own].shard_axes, devices))
+                Sharding(name, *_sharding_fields(layouts[owner][own].shard_axes, devices))
                 for name, own in named
             ]
             covered.setdefault(owner, set()).update(own for _, own in named)
@@ -489,7 +497,7 @@ def annotated(
     )
 
 
-def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
+def _tensor_layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
     """Return, by name, the layouts of the tensors that a node reads and writes, over the devices of
     its stage.
 
@@ -518,7 +526,7 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
 
 
 @functools.lru_cache(maxsize=4096)
-def _blocks(
+def _sharding_fields(
     cuts: tuple[MeshAxes, ...], devices: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
     """Return (dimensions, shards) for a layout over `devices`, as the fields `cuts` and `devices`
@@ -529,11 +537,11 @@ def _blocks(
     """
     cut = {dimension: axes for dimension, axes in enumerate(cuts) if total_degree(axes) > 1}
 
-    def block(position: int) -> tuple[int, ...]:
+    def shard_index(position: int) -> tuple[int, ...]:
         """Return the index along each sharded dimension of the shard of a device."""
         return tuple(combined_coordinate(axes, position) for axes in cut.values())
 
-    blocks = itertools.groupby(sorted(range(len(devices)), key=block), block)
+    blocks = itertools.groupby(sorted(range(len(devices)), key=shard_index), shard_index)
     copies = tuple(tuple(devices[position] for position in group) for _, group in blocks)
     return tuple((dimension, total_degree(axes)) for dimension, axes in cut.items()), copies
 
@@ -579,7 +587,7 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
         )
     try:
         with open_replacement_file(target) as file:
-            for piece in _spliced(data, configuration):
+            for piece in _annotated_pieces(data, configuration):
                 file.write(piece)
     except OSError as error:
         raise ConfigurationError(
@@ -587,7 +595,7 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
         ) from error
 
 
-def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
+def _annotated_pieces(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
     """Yield the pieces of a serialized model: the model `data` with the annotations of
     `configuration` added.
 
@@ -606,7 +614,7 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
             bytes(data[field.payload : field.end])
         )
         for field in fields
-        if _is(field, wire.MODEL_CONFIGURATION)
+        if _is_bytes_field(field, wire.MODEL_CONFIGURATION)
     }
     name = configuration.name
     devices = configuration.devices
@@ -627,8 +635,8 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
     )
     positions = itertools.count()
     for field in fields:
-        if _is(field, wire.MODEL_GRAPH):
-            pieces = list(_graph(data, field, replaced, annotations, positions))
+        if _is_bytes_field(field, wire.MODEL_GRAPH):
+            pieces = list(_graph_pieces(data, field, replaced, annotations, positions))
             yield wire.field_header(wire.MODEL_GRAPH, sum(map(len, pieces)))
             yield from pieces
         elif field.start not in dropped:
@@ -638,7 +646,7 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
     )
 
 
-def _graph(
+def _graph_pieces(
     data: memoryview,
     graph: wire.Field,
     replaced: set[str],
@@ -655,14 +663,14 @@ def _graph(
     import onnx
 
     for part in wire.fields_of(data, graph.payload, graph.end):
-        if not _is(part, wire.GRAPH_NODE):
+        if not _is_bytes_field(part, wire.GRAPH_NODE):
             yield data[part.start : part.end]
             continue
         pieces: list[Piece] = []
         for field in wire.fields_of(data, part.payload, part.end):
             own = (
                 bytes(data[field.payload : field.end])
-                if _is(field, wire.NODE_CONFIGURATION)
+                if _is_bytes_field(field, wire.NODE_CONFIGURATION)
                 else None
             )
             if (
@@ -676,6 +684,6 @@ def _graph(
         yield from pieces
 
 
-def _is(field: wire.Field, number: int) -> bool:
+def _is_bytes_field(field: wire.Field, number: int) -> bool:
     """True if `field` has this field number and contains bytes (a message or a string)."""
     return field.number == number and field.wire == wire.LENGTH

@@ -82,7 +82,7 @@ def batchings(
         batch = batch_size or own or most
         counts = [count for count in divisors(batch) if own is None or own % (batch // count) == 0]
         if not counts:
-            raise _not_of_own(batch, own)
+            raise _fixed_batch_error(batch, own)
         nearest = sorted(counts, key=lambda count: (count > most, abs(count - most)))
         for count in nearest if division is Division.MANY else sorted(counts):
             sizes = tuple(size for size in divisors(batch // count) if batch // size in counts)
@@ -90,7 +90,7 @@ def batchings(
         return
     if micro_batch_size is not None:
         if own is not None and own % micro_batch_size:
-            raise _not_of_own(micro_batch_size, own)
+            raise _fixed_batch_error(micro_batch_size, own)
         count = micro_batches or (batch_size or own or most * micro_batch_size) // micro_batch_size
         batch = batch_size or count * micro_batch_size
         if batch != count * micro_batch_size or not count:
@@ -112,7 +112,7 @@ def batchings(
                 hint=f"set --micro-batches {near}",
             )
         if own is not None and own % (batch // count):
-            raise _not_of_own(batch // count, own)
+            raise _fixed_batch_error(batch // count, own)
     if count > MOST_MICRO_BATCHES:
         raise ConfigurationError(
             f"a batch of {batch} {plural(batch, 'sample')} is divided into {count} "
@@ -122,7 +122,7 @@ def batchings(
     yield Batching(batch, count)
 
 
-def _not_of_own(size: int, own: int | None) -> ConfigurationError:
+def _fixed_batch_error(size: int, own: int | None) -> ConfigurationError:
     """Return the error for micro-batches of `size` samples that do not divide `own`, the batch that
     the model file fixes.
     """
@@ -138,7 +138,7 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
     )
 
 
-def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
+def hill_climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
     """Search for the candidate with the shortest step by hill climbing: try the candidate at index
     `start` of `places`, then the candidates after it while steps get shorter, and then the
     candidates before it while steps get shorter.

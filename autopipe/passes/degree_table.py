@@ -21,7 +21,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolve_constraints
 from autopipe.passes.auto.candidates import Candidate, is_search_scheduler
 from autopipe.passes.degrees import DEGREES, plan_degrees
-from autopipe.passes.explain import opened_request
+from autopipe.passes.explain import request_with_open_options
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import (
     Placed,
@@ -128,7 +128,7 @@ def degree_rows(
         factorisations(planned.problem.cluster, given["pipeline"], given["data"], given["tensor"])
     )
     if not every:
-        return (_impossible(planned, wanted),)
+        return (_impossible_row(planned, wanted),)
     rows = []
     for degrees in every:
         started(f"pipeline {degrees.pipeline}, data {degrees.data}, tensor {degrees.tensor}")
@@ -144,7 +144,7 @@ def degree_rows(
     return tuple(sorted((each.row for each in rows), key=lambda row: row.rank))
 
 
-def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
+def _impossible_row(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
     """Return the row for the degrees `wanted`, which no factorisation of the devices has. Its
     reason is the error of strategy `grid` for these degrees, if there is one.
     """
@@ -180,7 +180,10 @@ class _Table:
         self._runner = Runner()
         batch = planned.problem.batch_size
         opened = replace(
-            opened_request(planned), batch_size=batch, micro_batches=None, micro_batch_size=None
+            request_with_open_options(planned),
+            batch_size=batch,
+            micro_batches=None,
+            micro_batch_size=None,
         )
         self._request = replace(
             opened, recompute="auto" if planned.problem.train else opened.recompute
@@ -233,7 +236,7 @@ class _Table:
                 assert search.best is not None, "run raises if there is no placement"
                 problem = search.sized(search.best.size)
                 placed = predict_placement(model, problem, search.best.placement, self._runner)
-                return self._timed(row, degrees, form, request, placed)
+                return self._with_1f1b_step(row, degrees, form, request, placed)
             except OutOfMemoryError as error:
                 refused = refused or error
             except CANDIDATE_ERRORS as error:
@@ -285,7 +288,7 @@ class _Table:
             )
         return self._searches[key]
 
-    def _timed(
+    def _with_1f1b_step(
         self, row: DegreeRow, degrees: Degrees, form: Grid, request: Request, placed: Placed
     ) -> _Trial:
         """Return the trial of the placement `placed`, with the step under 1F1B in its row. Raise
@@ -354,11 +357,11 @@ class _Table:
                 and bound_s < plan_s * (1 - SAME)
             ):
                 left -= 1
-                trial = self._scheduled(trial, placed, scheduler)
+                trial = self._with_schedule(trial, placed, scheduler)
             found.append(trial)
         return found
 
-    def _scheduled(
+    def _with_schedule(
         self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False
     ) -> _Trial:
         """Return the trial with the step that `scheduler` gives its placement `placed`.
@@ -397,14 +400,16 @@ class _Table:
         1F1B. The search ends at a factorisation whose step under 1F1B is not shorter than the best
         step found.
         """
-        form = _form_of(scheduler)
+        form = _grid_for_scheduler(scheduler)
         found: list[_Trial] = []
-        for trial in [each for each in trials if _is_for(form, each.degrees)][:_MOST_FORMS]:
+        for trial in [each for each in trials if _is_possible_with(form, each.degrees)][
+            :_MOST_FORMS
+        ]:
             steps = (each.row.step_time_s for each in found)
             known_s = min((step_s for step_s in steps if step_s is not None), default=math.inf)
             if trial.row.step_time_s is not None and trial.row.step_time_s >= known_s:
                 break
-            found.append(self._best_in_form(trial.degrees, form, scheduler))
+            found.append(self._best_under_schedule(trial.degrees, form, scheduler))
         if not found:
             first = trials[0].row
             reason = (
@@ -416,7 +421,7 @@ class _Table:
             )
         return min(found, key=lambda each: each.row.rank)
 
-    def _best_in_form(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
+    def _best_under_schedule(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
         """Return a trial of a factorisation under a schedule, placed by the strategy `form`;
         without a step if nothing fits.
 
@@ -428,7 +433,7 @@ class _Table:
         for recompute in (None, "full") if self._planned.problem.train else (None,):
             trial = self._trial(degrees, form, scheduler.name, recompute=recompute)
             while trial.placed is not None:
-                ordered = self._scheduled(trial, trial.placed, scheduler, always=True)
+                ordered = self._with_schedule(trial, trial.placed, scheduler, always=True)
                 if ordered.row.step_time_s is not None:
                     return ordered
                 first = first or ordered
@@ -505,7 +510,7 @@ def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
     )
 
 
-def _form_of(scheduler: Scheduler) -> Grid:
+def _grid_for_scheduler(scheduler: Scheduler) -> Grid:
     """Return strategy `grid` without degrees, with the placement pattern that a schedule requires:
     stages per rank, style, or two pipelines in opposite directions.
     """
@@ -522,7 +527,7 @@ def _form_of(scheduler: Scheduler) -> Grid:
     )
 
 
-def _is_for(form: Grid, degrees: Degrees) -> bool:
+def _is_possible_with(form: Grid, degrees: Degrees) -> bool:
     """True if stages with these degrees can be placed in the pattern of `form`."""
     if form.opposite:
         return degrees.pipeline % 2 == 0

@@ -12,7 +12,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, sample_axes
 from autopipe.passes.cost.stage_work import StageNode, StageWork, first_shard_holders, stage_work
-from autopipe.passes.sharding.regions import weights_of
+from autopipe.passes.sharding.regions import weight_values
 
 DEGREES = ("pipeline", "data", "tensor")
 """Names of the options of strategies that are degrees of parallelism."""
@@ -44,7 +44,7 @@ def plan_degrees(
     groups: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
     for stage in stages:
         groups[frozenset(stage.devices)][stage.pipeline] += 1
-    per_stage = [_degrees_of(work) for work in works]
+    per_stage = [_stage_degrees(work) for work in works]
     data, sequence, tensor = (
         [each[place] for found in per_stage for each in found] for place in range(3)
     )
@@ -81,7 +81,7 @@ def _interval(values: Iterable[int]) -> Interval:
     return min(found), max(found)
 
 
-def _degrees_of(work: StageWork) -> list[_Degrees]:
+def _stage_degrees(work: StageWork) -> list[_Degrees]:
     """Return the distinct degrees of a stage's matmuls, those with the most FLOPs first. The last
     degrees are omitted if together they have at most the fraction `_REST` of the FLOPs.
 
@@ -89,7 +89,7 @@ def _degrees_of(work: StageWork) -> list[_Degrees]:
     stage without FLOPs of matmuls, all operators count, by bytes instead of FLOPs.
     """
     own = work.problem
-    weights = weights_of(work.problem.graph)
+    weights = weight_values(work.problem.graph)
     products = [each for each in work.nodes if each.use.row.kind in PRODUCT_KINDS]
     weighted = [each for each in products if any(map(weights.get, each.node.inputs))]
     by_flops = {each.index: own.work[each.index].forward_flops for each in weighted or products}
@@ -118,7 +118,7 @@ def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
     because its heads are the columns of the preceding matmul.
     """
     samples = sample_axes(work.problem.graph)
-    weights = weights_of(work.problem.graph)
+    weights = weight_values(work.problem.graph)
     pairs = zip(node.node.inputs, node.use.space.operands, strict=True)
     operands = [words for name, words in pairs if name in weights and words is not None]
     of_weights = {axis for words in operands for dimension in words for axis in dimension}

@@ -83,7 +83,7 @@ def device_report(
     """
     spans = [span for span in timeline.spans if span.device == device]
     stages = tuple(index for index, stage in enumerate(placement.stages) if device in stage.devices)
-    waits, messages = _waits(placement, timeline, spans)
+    waits, messages = _waiting_seconds(placement, timeline, spans)
     gradients = sum(prediction.stages[stage].gradient_s for stage in stages)
     update = sum(prediction.stages[stage].update_s for stage in stages)
     last = max((span.end for span in spans), default=0.0)
@@ -106,7 +106,7 @@ def device_report(
     )
 
 
-def _waits(
+def _waiting_seconds(
     placement: Placement, timeline: Timeline, spans: list[Span]
 ) -> tuple[Mapping[int, float], float]:
     """Return (waits, messages) of one device, whose tasks are `spans`.
@@ -165,7 +165,7 @@ class WhatIf:
     """Reason why the changed problem has no step; None if it has one."""
 
 
-def opened_request(planned: PlanResult) -> Request:
+def request_with_open_options(planned: PlanResult) -> Request:
     """Return the request of a plan, with all options open (None) that the strategy chose for the
     plan.
     """
@@ -173,14 +173,14 @@ def opened_request(planned: PlanResult) -> Request:
     return replace(planned.request, strategy=with_open_options(strategy, planned.plan))
 
 
-def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
+def what_if_requests(planned: PlanResult) -> Iterator[tuple[str, Request]]:
     """Yield changes of the plan's problem as pairs (change in words, changed request): twice the
     memory, twice the bandwidth, and more micro-batches.
 
     If the host launches the kernels of some stages more slowly than devices run them, also yield
     fewer micro-batches and a host without launch overhead.
     """
-    request = opened_request(planned)
+    request = request_with_open_options(planned)
     problem = planned.problem
     cluster = request.cluster
     if request.memory_limit is None:
@@ -229,7 +229,7 @@ def _samples_per_s(samples: int, seconds: float) -> float:
     return samples / seconds if seconds else 0.0
 
 
-def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
+def what_if_result(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
     """Return the throughput of the plan's problem with a change, or the reason why it has no step.
 
     `what` is the change in words, and `request` the changed request. The throughput is the maximum
@@ -342,10 +342,10 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
     forward, backward = (max(float(each[phase][0]) for each in seconds) for phase in (0, 1))
     edges = []
     for value in dict.fromkeys(filter(None, graph.nodes[node].inputs)):
-        edges.append(_edge(work, value, True, graph.producer(value), stage_of))
+        edges.append(_node_edge(work, value, True, graph.producer(value), stage_of))
     for value in filter(None, graph.nodes[node].outputs):
         readers: tuple[int | None, ...] = graph.consumers().get(value, ())
-        edges += (_edge(work, value, False, reader, stage_of) for reader in readers or (None,))
+        edges += (_node_edge(work, value, False, reader, stage_of) for reader in readers or (None,))
     return NodeReport(
         node=node,
         name=graph.nodes[node].name,
@@ -361,7 +361,7 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
     )
 
 
-def _edge(
+def _node_edge(
     work: StageWork, value: str, reads: bool, other: int | None, stage_of: Mapping[int, int]
 ) -> Edge:
     """Return the edge of value `value` between a node of the stage `work` and the node `other`, or
@@ -388,7 +388,7 @@ def _edge(
 
 
 _MOST = 6
-"""Maximum number of edited placements that `cheapest` schedules."""
+"""Maximum number of edited placements that `best_changes` schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,18 +413,18 @@ class Change:
         return math.inf if self.step_s is None else self.step_s
 
 
-def priced(planned: PlanResult, change: Change) -> Change:
+def scheduled_change(planned: PlanResult, change: Change) -> Change:
     """Return the change with its step time and peak memory under the plan's scheduler, or with the
     reason why there is no step.
     """
     try:
-        timeline = _timeline(planned, _placed(planned, change.placement))
+        timeline = _timeline(planned, _predicted_placement(planned, change.placement))
     except CANDIDATE_ERRORS as error:
         return replace(change, refused=error.line)
     return replace(change, step_s=timeline.end, peak_memory_bytes=max(timeline.peak_memory))
 
 
-def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[Change, ...]:
+def best_changes(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[Change, ...]:
     """Return the best changes of different kinds, fastest first. Changes for which scheduling fails
     come last.
 
@@ -436,7 +436,8 @@ def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tup
     for change in changes:
         by_placement[change.placement] = by_placement.pop(change.placement, change)
     weighed = sorted(
-        ((_weight(planned, each), each) for each in by_placement.values()), key=lambda each: each[0]
+        ((_estimated_seconds(planned, each), each) for each in by_placement.values()),
+        key=lambda each: each[0],
     )
     best: dict[str, Change] = {}
     for weight, change in weighed:
@@ -445,11 +446,11 @@ def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tup
     found: list[Change] = []
     for change in list(best.values())[:_MOST]:
         if sum(each.step_s is not None for each in found) < wanted:
-            found.append(priced(planned, change))
+            found.append(scheduled_change(planned, change))
     return tuple(sorted(found, key=lambda each: each.rank))
 
 
-def _weight(planned: PlanResult, change: Change) -> float:
+def _estimated_seconds(planned: PlanResult, change: Change) -> float:
     """Return an estimate of the step time of a change, in seconds; infinite if its placement is not
     possible.
 
@@ -457,7 +458,7 @@ def _weight(planned: PlanResult, change: Change) -> float:
     this order is not possible.
     """
     try:
-        placed = _placed(planned, change.placement)
+        placed = _predicted_placement(planned, change.placement)
     except CANDIDATE_ERRORS:
         return math.inf
     if len(placed.placement.stages) == len(planned.plan.placement.stages):
@@ -472,7 +473,7 @@ def _weight(planned: PlanResult, change: Change) -> float:
     return lower_bound(placed.problem, placed.placement, placed.prediction)
 
 
-def _placed(planned: PlanResult, placement: Placement) -> Placed:
+def _predicted_placement(planned: PlanResult, placement: Placement) -> Placed:
     """Return `placement` with its costs. Raise InfeasibleError if it is not valid for the plan's
     graph.
     """
@@ -486,7 +487,7 @@ def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator
     """
     index = placement.stage_of()[node]
     stage = placement.stages[index]
-    for splits in _legal(_samples_of(problem, stage), node, len(stage.devices)):
+    for splits in _valid_splits(_stage_sample_axes(problem, stage), node, len(stage.devices)):
         if splits != stage.splits_of(node):
             found = {**dict(stage.splits), node: splits}
             edited = replace(
@@ -500,7 +501,7 @@ def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator
             )
 
 
-def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, ...]]:
+def _valid_splits(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, ...]]:
     """Yield valid splits of a node over `group` devices: no split, splits of one axis with any
     divisor of `group` as degree, and splits of two axes that together use all devices.
     """
@@ -536,9 +537,9 @@ def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[
     index = placement.stage_of()[node]
     nodes = placement.stages[index].nodes
     for other in _neighbours(placement, index):
-        along = _along(problem.graph, nodes, node, readers=other > index)
+        along = _nodes_moved_together(problem.graph, nodes, node, readers=other > index)
         moved = (
-            _moved_nodes(problem, placement, along, index, other)
+            _with_moved_nodes(problem, placement, along, index, other)
             if len(along) < len(nodes)
             else None
         )
@@ -559,7 +560,9 @@ def _neighbours(placement: Placement, index: int) -> Iterator[int]:
     yield from own[at + 1 : at + 2]
 
 
-def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tuple[int, ...]:
+def _nodes_moved_together(
+    graph: Graph, nodes: tuple[int, ...], node: int, readers: bool
+) -> tuple[int, ...]:
     """Return, in ascending order, the node `node` and, if `readers`, all of the stage's `nodes`
     that depend on it; otherwise all of these nodes on which it depends. Only dependences inside the
     stage count.
@@ -574,7 +577,7 @@ def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tu
     return tuple(sorted(found))
 
 
-def _moved_nodes(
+def _with_moved_nodes(
     problem: Problem, placement: Placement, nodes: tuple[int, ...], source: int, target: int
 ) -> Placement | None:
     """Return the placement with `nodes` moved from stage `source` to stage `target`.
@@ -585,7 +588,7 @@ def _moved_nodes(
     """
     old = placement.stages[source]
     new = placement.stages[target]
-    samples = _samples_of(problem, new)
+    samples = _stage_sample_axes(problem, new)
     group = len(new.devices)
     splits = dict(new.splits)
     for node in nodes:
@@ -616,7 +619,7 @@ def _with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
     )
 
 
-def _samples_of(problem: Problem, stage: Stage) -> SampleAxes:
+def _stage_sample_axes(problem: Problem, stage: Stage) -> SampleAxes:
     """Return the sample axes of the nodes of the graph at the micro-batch size of `stage`."""
     graph = problem.graph
     size = stage.micro_batch_size
@@ -640,17 +643,19 @@ def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterato
         )
         edited = replace(stage, recompute=not stage.recompute)
         yield Change("recomputation", what, _with_stages(placement, {index: edited}))
-    sampled = _by_samples(problem, stage, stage.devices, stage.nodes)
+    sampled = _sample_split_stage(problem, stage, stage.devices, stage.nodes)
     if sampled is not None and sampled != stage:
         what = "its devices share samples and split nothing else"
         yield Change("samples", what, _with_stages(placement, {index: sampled}))
     for other in _neighbours(placement, index):
-        yield from _moved_ends(problem, placement, index, other)
-        yield from _moved_devices(problem, placement, index, other)
-        yield from _merged(problem, placement, *sorted((index, other)))
+        yield from _boundary_changes(problem, placement, index, other)
+        yield from _device_changes(problem, placement, index, other)
+        yield from _merge_changes(problem, placement, *sorted((index, other)))
 
 
-def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
+def _boundary_changes(
+    problem: Problem, placement: Placement, index: int, other: int
+) -> Iterator[Change]:
     """Yield changes that move the boundary between the stages `index` and `other`, in both
     directions and by the numbers of nodes `_COUNTS`.
     """
@@ -660,7 +665,7 @@ def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) 
             if count >= len(nodes):
                 break
             moved = nodes[-count:] if target > source else nodes[:count]
-            edited = _moved_nodes(problem, placement, moved, source, target)
+            edited = _with_moved_nodes(problem, placement, moved, source, target)
             if edited is not None:
                 end = "last" if target > source else "first"
                 which = f"{end} {count} {plural(count, 'node')}" if count > 1 else f"{end} node"
@@ -672,7 +677,7 @@ def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) 
                 yield Change(f"end {other}", told, edited)
 
 
-def _moved_devices(
+def _device_changes(
     problem: Problem, placement: Placement, index: int, other: int
 ) -> Iterator[Change]:
     """Yield changes that move half of the devices of one of the stages `index` and `other` to the
@@ -690,8 +695,8 @@ def _moved_devices(
         else:
             kept = old.devices[half:]
             devices = (*new.devices, *old.devices[:half])
-        left = _by_samples(problem, old, kept, old.nodes)
-        joined = _by_samples(problem, new, devices, new.nodes)
+        left = _sample_split_stage(problem, old, kept, old.nodes)
+        joined = _sample_split_stage(problem, new, devices, new.nodes)
         if left is not None and joined is not None:
             whose, whom = (
                 ("its", f"stage {other}") if giver == index else (f"stage {other}'s", "it")
@@ -700,28 +705,30 @@ def _moved_devices(
             yield Change(f"devices {other}", f"{half} of {whose} devices for {whom}", edited)
 
 
-def _merged(problem: Problem, placement: Placement, first: int, second: int) -> Iterator[Change]:
+def _merge_changes(
+    problem: Problem, placement: Placement, first: int, second: int
+) -> Iterator[Change]:
     """Yield the change that merges stage `first` and the next stage `second` into one stage on the
     devices of both, split by samples only. Yield none if that is not possible.
     """
     old = placement.stages[first]
     new = placement.stages[second]
     devices = tuple(dict.fromkeys((*old.devices, *new.devices)))
-    joined = _by_samples(problem, old, devices, tuple(sorted((*old.nodes, *new.nodes))))
+    joined = _sample_split_stage(problem, old, devices, tuple(sorted((*old.nodes, *new.nodes))))
     if joined is not None and old.micro_batch_size == new.micro_batch_size:
         stages = _with_stages(placement, {first: joined}).stages
         told = f"stages {first} and {second} as one"
         yield Change(told, told, Placement(stages[:second] + stages[second + 1 :]))
 
 
-def _by_samples(
+def _sample_split_stage(
     problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]
 ) -> Stage | None:
     """Return the stage with the given devices and nodes, split by samples only; None if the samples
     of a node cannot be divided among the devices.
     """
     try:
-        splits = _samples_of(problem, stage).splits(nodes, len(devices))
+        splits = _stage_sample_axes(problem, stage).splits(nodes, len(devices))
     except InfeasibleError:
         return None
     return replace(stage, nodes=nodes, devices=devices, splits=splits)

@@ -67,7 +67,7 @@ PIECE: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class TensorData:
     """The data of a tensor, which is read on demand.
 
     value: name, element type and shape of the tensor.
@@ -82,14 +82,14 @@ class Numbers:
         """Write all bytes of the tensor in row-major order to `file`, in pieces of at most PIECE
         bytes. `progress` is called with the number of bytes of each piece.
         """
-        for box in _boxes(self.value.shape, PIECE // self.value.dtype.itemsize):
+        for box in _row_major_slices(self.value.shape, PIECE // self.value.dtype.itemsize):
             piece = self.read(box).tobytes()
             file.write(piece)
             progress(len(piece))
 
     def computed(
-        self, value: Value, folded: Folded, others: Mapping[str, Numbers] | None = None
-    ) -> Numbers:
+        self, value: Value, folded: Folded, others: Mapping[str, TensorData] | None = None
+    ) -> TensorData:
         """Return the tensor `value` that results from the operators `folded` on this parameter and
         on `others`, the other operands by name. An exporter stored this result in the file instead
         of the parameter.
@@ -99,20 +99,20 @@ class Numbers:
         """
         steps = [step.operator for step in folded.steps]
         if not steps:
-            return Numbers(replace(self.value, name=value.name), self.read)
+            return TensorData(replace(self.value, name=value.name), self.read)
         if steps == ["Transpose"]:
             order = folded.steps[0].perm
             back = np.argsort(order)
 
-            def moved(box: TensorSlice) -> npt.NDArray[np.generic]:
+            def transposed_slice(box: TensorSlice) -> npt.NDArray[np.generic]:
                 """Return a slice of the transposed tensor."""
                 bounds = (tuple(each[place] for place in back) for each in (box.starts, box.stops))
                 return self.read(TensorSlice(*bounds)).transpose(order)
 
-            return Numbers(value, moved)
+            return TensorData(value, transposed_slice)
 
         @functools.cache
-        def applied() -> npt.NDArray[np.generic]:
+        def full_result() -> npt.NDArray[np.generic]:
             """Return the full result of the operators, in the stored element type."""
             stored = self.read(full_slice(self.value.shape))
             if MOVES.issuperset(steps):
@@ -132,17 +132,19 @@ class Numbers:
             # bfloat16, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
-        return Numbers(value, lambda box: applied()[box.slices].reshape(box.shape))
+        return TensorData(value, lambda box: full_result()[box.slices].reshape(box.shape))
 
 
-def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
+def _row_major_slices(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
     """Yield slices of at most `limit` elements, each contiguous in row-major order, that together
     cover a tensor of shape `shape` in row-major order.
     """
     if not shape:
         yield full_slice(shape)
     elif (row := math.prod(shape[1:])) > limit:
-        for at, box in ((at, box) for at in range(shape[0]) for box in _boxes(shape[1:], limit)):
+        for at, box in (
+            (at, box) for at in range(shape[0]) for box in _row_major_slices(shape[1:], limit)
+        ):
             yield TensorSlice((at, *box.starts), (at + 1, *box.stops))
     elif row:
         for start in range(0, shape[0], limit // row):
@@ -151,9 +153,9 @@ def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
             )
 
 
-def kept_tensors(
+def untrained_tensors(
     graph: onnx.GraphProto, source: Source, trained: Collection[str]
-) -> tuple[list[Numbers], list[Numbers]]:
+) -> tuple[list[TensorData], list[TensorData]]:
     """Return (inside, outside): the initializers and results of Constant nodes of `graph` whose
     data must be copied, because the message `graph` does not contain it. `inside` are the tensors
     that the model file contains, `outside` those in external files.
@@ -169,8 +171,8 @@ def kept_tensors(
         for each in node.attribute
         if each.name == "value"
     )
-    inside: list[Numbers] = []
-    beside: list[Numbers] = []
+    inside: list[TensorData] = []
+    beside: list[TensorData] = []
     for name, tensor in tensors:
         if name in trained or has_data(tensor):
             continue
@@ -183,13 +185,13 @@ def kept_tensors(
     return inside, beside
 
 
-def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> Numbers:
+def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> TensorData:
     """Return the tensor `value` whose data is stored at `place`: in the file `model`, or in an
     external file in the same folder.
     """
     if isinstance(place, VarintSlice):
         listed = read_varints(place, model).view(value.dtype.storage_type).reshape(value.shape)
-        return Numbers(value, lambda box: listed[box.slices].reshape(box.shape))
+        return TensorData(value, lambda box: listed[box.slices].reshape(box.shape))
     path = model.parent / place.file if place.file else model
 
     def read(box: TensorSlice) -> npt.NDArray[np.generic]:
@@ -199,13 +201,13 @@ def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> 
         )
         return stored[box.slices].reshape(box.shape)
 
-    return Numbers(value, read)
+    return TensorData(value, read)
 
 
 def write_model(
     file: IO[bytes],
     model: onnx.ModelProto,
-    tensors: Sequence[Numbers],
+    tensors: Sequence[TensorData],
     constants: Mapping[str, onnx.NodeProto],
     data: str,
     places: Mapping[str, int],
@@ -290,8 +292,8 @@ FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
 
 
 def file_tensors(
-    source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
-) -> tuple[tuple[Numbers, ...], frozenset[str]]:
+    source: Source, graph: onnx.GraphProto, trained: Mapping[str, TensorData]
+) -> tuple[tuple[TensorData, ...], frozenset[str]]:
     """Return (tensors, lacking): the new data of the tensors of the file's `graph`, computed from
     the parameters `trained`, and the names of those parameters for which the file has no tensor.
 
@@ -311,7 +313,7 @@ def file_tensors(
     given = {info.name for info in graph.input}
     read = {name for node in graph.node for name in node.input}
     unread = {each.name: each for each in graph.initializer if is_for_state_only(each.name)}
-    found: dict[str, Numbers] = {}
+    found: dict[str, TensorData] = {}
     lacking: set[str] = set()
     for name, numbers in trained.items():
         stored = bases[name].value if name in bases else held[name].value if name in held else None
@@ -371,7 +373,7 @@ class WrittenFiles:
 def write_trained(
     model: Path,
     target: Path,
-    trained: Mapping[str, Numbers],
+    trained: Mapping[str, TensorData],
     progress: Progress = lambda _: None,
     inline_limit: int = INLINE_LIMIT,
     force: bool = False,
@@ -404,9 +406,9 @@ def write_trained(
     except ModelError as error:
         raise add_path_to_error(error, model) from error
     names = {each.value.name for each in numbers}
-    inside, outside = kept_tensors(proto.graph, source, names)
+    inside, outside = untrained_tensors(proto.graph, source, names)
     tensors = (*numbers, *outside, *inside)
-    constants = _take_out(proto, {each.value.name for each in tensors})
+    constants = _remove_tensors(proto, {each.value.name for each in tensors})
     if lacking:
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
     size = sum(each.value.bytes for each in tensors)
@@ -414,7 +416,7 @@ def write_trained(
     beside = [each for each in movable if size > inline_limit and each.value.bytes >= SMALL]
     data = target.with_name(target.name + ".data")
     files = (target, data) if beside else (target,)
-    _check_places(source, files)
+    _check_output_files(source, files)
     if beside:
         check_data_file(target, data, force)
     places: dict[str, int] = {}
@@ -437,7 +439,7 @@ def write_trained(
     return WrittenFiles(files, len(numbers) - len(lacking), len(lacking), size)
 
 
-def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
+def _remove_tensors(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
     """Remove from `proto` the tensors `names`: their initializers, their types, and the Constant
     and ConstantOfShape nodes that compute them. Return the removed Constant nodes by the name of
     their result.
@@ -466,7 +468,7 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
     return constants
 
 
-def _check_places(source: Source, files: tuple[Path, ...]) -> None:
+def _check_output_files(source: Source, files: tuple[Path, ...]) -> None:
     """Raise ConfigurationError if one of `files`, which are to be written, is the model file or one
     of its external files.
     """

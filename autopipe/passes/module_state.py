@@ -22,7 +22,7 @@ from autopipe.ir.graph import FileSlice, Value, VarintSlice
 from autopipe.ir.layout import TensorSlice
 from autopipe.ir.state_names import StateNames, is_for_state_only
 from autopipe.ir.words import plural
-from autopipe.passes.export import Numbers, stored_tensor
+from autopipe.passes.export import TensorData, stored_tensor
 from autopipe.passes.frontend.elements import array_of, has_data, locate_external_data, value_of
 from autopipe.passes.frontend.folding import Folded, Layout
 from autopipe.passes.frontend.load import Source, load
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class ModuleState:
     """The `state_dict` of a module after training."""
 
-    tensors: tuple[Numbers, ...]
+    tensors: tuple[TensorData, ...]
     """The entries with their data, in the layouts that they have in the module. The tensors named
     in `others` are included.
     """
@@ -50,7 +50,7 @@ class ModuleState:
 
 
 def module_state(
-    model: Path, trained: Mapping[str, Numbers], trainable: Collection[str], forwards: int | None
+    model: Path, trained: Mapping[str, TensorData], trainable: Collection[str], forwards: int | None
 ) -> ModuleState:
     """Return the `state_dict` of the module from which the ONNX file `model` was exported, with the
     weights `trained`.
@@ -69,25 +69,27 @@ def module_state(
         name: in_module_layout(each, table.layouts.get(name)) for name, each in trained.items()
     }
     if state is None:
-        return _signed_state(source, table, plain, trainable)
-    counted = counters(source, state, forwards)
-    found: list[Numbers] = []
+        return _state_by_signature(source, table, plain, trainable)
+    counted = batch_counters(source, state, forwards)
+    found: list[TensorData] = []
     absent: list[str] = []
     covered: set[str] = set()
     for name, tensor in state.names.items():
         known = graph_name(tensor, held)
         covered.add(known)
-        numbers = plain.get(known) or counted.get(tensor) or file_numbers(tensors[tensor], source)
+        numbers = (
+            plain.get(known) or counted.get(tensor) or initializer_data(tensors[tensor], source)
+        )
         if numbers is None:
             absent.append(name)
         else:
-            found.append(named(numbers, name))
+            found.append(with_name(numbers, name))
     others = tuple(name for name in plain if name in trainable and name not in covered)
     return ModuleState((*found, *(plain[name] for name in others)), tuple(absent), others)
 
 
-def _signed_state(
-    source: Source, table: Weights, trained: Mapping[str, Numbers], trainable: Collection[str]
+def _state_by_signature(
+    source: Source, table: Weights, trained: Mapping[str, TensorData], trainable: Collection[str]
 ) -> ModuleState:
     """Return the `state_dict` of a file without a record, by the signature of the traced program.
 
@@ -103,7 +105,7 @@ def _signed_state(
     }
     for name, tensor in initializers_of(source).items():
         if name in signature.buffers and name not in signature.temporary and name not in found:
-            numbers = file_numbers(tensor, source)
+            numbers = initializer_data(tensor, source)
             if numbers is not None:
                 found[name] = numbers
     expected = signature.arguments.values()
@@ -132,7 +134,7 @@ def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
     return tensor
 
 
-def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
+def initializer_data(tensor: onnx.TensorProto, source: Source) -> TensorData | None:
     """Return the initializer `tensor` of a file with its data; None if the file does not contain
     the data. Raise ModelError if the data does not fill the shape of the tensor.
     """
@@ -144,8 +146,8 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
     if place is None:
         if value.elements and not has_data(tensor):
             return None
-        return Numbers(
-            value, partial(block, array_of(tensor, where).view(value.dtype.storage_type))
+        return TensorData(
+            value, partial(array_slice, array_of(tensor, where).view(value.dtype.storage_type))
         )
     if not isinstance(place, VarintSlice) and place.length != value.bytes:
         size = f"{place.length} {plural(place.length, 'byte')}"
@@ -155,32 +157,34 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
     return stored_tensor(value, place, source.path)
 
 
-def counters(source: Source, state: StateNames, forwards: int | None) -> dict[str, Numbers]:
+def batch_counters(
+    source: Source, state: StateNames, forwards: int | None
+) -> dict[str, TensorData]:
     """Return the batch counters of a file, increased by `forwards` micro-batches of training, by
     the name of their initializer; empty if `forwards` is None. `state` is the record of the file.
     """
     if forwards is None:
         return {}
     tensors = initializers_of(source)
-    found: dict[str, Numbers] = {}
+    found: dict[str, TensorData] = {}
     for name, count in state.counts.items():
-        numbers = file_numbers(tensors[name], source)
+        numbers = initializer_data(tensors[name], source)
         if numbers is not None and numbers.value.dtype.is_integer:
-            found[name] = Numbers(numbers.value, partial(_increased, numbers, count * forwards))
+            found[name] = TensorData(numbers.value, partial(_increased, numbers, count * forwards))
     return found
 
 
-def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
+def batch_counters_of_file(model: Path, forwards: int | None) -> dict[str, TensorData]:
     """Return the batch counters of the ONNX file `model`, increased by `forwards` micro-batches of
     training, by the name of their initializer. Empty if `forwards` is None or if the file contains
     no record of the module's `state_dict`.
     """
     source = load(model)
     state = StateNames.of(source.metadata, initializers_of(source))
-    return {} if state is None else counters(source, state, forwards)
+    return {} if state is None else batch_counters(source, state, forwards)
 
 
-def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[np.generic]:
+def _increased(numbers: TensorData, amount: int, box: TensorSlice) -> npt.NDArray[np.generic]:
     """Return the slice `box` of an integer tensor, with each element increased by `amount`. An
     overflow wraps around, as in PyTorch.
     """
@@ -192,7 +196,7 @@ def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[n
     return increased.astype(unsigned.dtype).view(stored.dtype)
 
 
-def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
+def in_module_layout(numbers: TensorData, layout: Layout | None) -> TensorData:
     """Return a parameter of a graph in the layout that it has in the PyTorch module. `layout` is
     the difference between both layouts; None if they are equal.
     """
@@ -202,12 +206,12 @@ def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
     return numbers.computed(value, Folded(value, value.name, layout.inverse))
 
 
-def named(numbers: Numbers, name: str) -> Numbers:
+def with_name(numbers: TensorData, name: str) -> TensorData:
     """Return the tensor with the name `name`."""
     return replace(numbers, value=replace(numbers.value, name=name))
 
 
-def block(array: npt.NDArray[np.generic], box: TensorSlice) -> npt.NDArray[np.generic]:
+def array_slice(array: npt.NDArray[np.generic], box: TensorSlice) -> npt.NDArray[np.generic]:
     """Return the slice `box` of an array, in the shape of the slice."""
     return array[box.slices].reshape(box.shape)
 
@@ -216,20 +220,20 @@ def block(array: npt.NDArray[np.generic], box: TensorSlice) -> npt.NDArray[np.ge
 class RecordedEntries:
     """Tensors of a weights file, divided by whether they are entries of a model's `state_dict`."""
 
-    by_tensor: Mapping[str, Numbers]
+    by_tensor: Mapping[str, TensorData]
     """Tensors that are entries, by the name of the model's initializer that stores the entry."""
-    rest: Mapping[str, Numbers]
+    rest: Mapping[str, TensorData]
     """Tensors that are not entries, by their own names."""
 
 
 def recorded_entries(
-    stored: Mapping[str, Numbers], state: StateNames, weights: Path
+    stored: Mapping[str, TensorData], state: StateNames, weights: Path
 ) -> RecordedEntries:
     """Return the tensors `stored` of the file `weights`, divided by the record `state` of a model's
     `state_dict`. Raise ModelError if the model stores two entries as one tensor and their data
     differs.
     """
-    by_tensor: dict[str, Numbers] = {}
+    by_tensor: dict[str, TensorData] = {}
     for name, tensor in state.names.items():
         numbers = stored.get(name)
         if numbers is None:
@@ -247,7 +251,7 @@ def recorded_entries(
     return RecordedEntries(by_tensor, rest)
 
 
-def _are_equal(one: Numbers, other: Numbers) -> bool:
+def _are_equal(one: TensorData, other: TensorData) -> bool:
     """True if two tensors have equal types, shapes and bytes."""
     if (one.value.shape, one.value.dtype) != (other.value.shape, other.value.dtype):
         return False
@@ -255,7 +259,7 @@ def _are_equal(one: Numbers, other: Numbers) -> bool:
     return one.read(everything).tobytes() == other.read(everything).tobytes()
 
 
-def unread_tensors(source: Source) -> Iterator[tuple[str, Value]]:
+def state_only_tensors(source: Source) -> Iterator[tuple[str, Value]]:
     """Yield (name, type and shape) of each initializer of a file that no node reads and that is in
     the file only because the module's `state_dict` contains it.
     """

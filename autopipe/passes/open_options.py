@@ -15,10 +15,10 @@ def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
     """Return the strategy with each open option set to the value that `plan` contains for it. Other
     options stay unchanged.
     """
-    defaults = _defaults(strategy)
+    defaults = _option_defaults(strategy)
     settled = {
         name: value
-        for name, value in _settled(plan).items()
+        for name, value in _planned_options(plan).items()
         if name in defaults and getattr(strategy, name) == defaults[name]
     }
     return (
@@ -30,20 +30,20 @@ def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
     """Return the strategy with each option for which `plan` contains a value reset to its default,
     so that it is open.
     """
-    defaults = _defaults(strategy)
-    opened = {name: defaults[name] for name in _settled(plan) if name in defaults}
+    defaults = _option_defaults(strategy)
+    opened = {name: defaults[name] for name in _planned_options(plan) if name in defaults}
     return (
         cast(Strategy, dataclasses.replace(cast(Any, strategy), **opened)) if opened else strategy
     )
 
 
-def _settled(plan: Plan) -> dict[str, int | str]:
+def _planned_options(plan: Plan) -> dict[str, int | str]:
     """Return, by name, the values that `plan` contains for options of its strategy."""
     degrees = plan.summary.degrees
     return {**dict(plan.placement.options), **(degrees.options if degrees is not None else {})}
 
 
-def _defaults(strategy: Strategy) -> dict[str, Any]:
+def _option_defaults(strategy: Strategy) -> dict[str, Any]:
     """Return the default of each option by name. For an option that can be open, the default is the
     value that leaves it open.
     """

@@ -36,13 +36,15 @@ def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
     dims = tuple(pair for pair in planned.request.dims if pair[0] != symbol)
     request = replace(planned.request, dims=(*dims, (symbol, length)))
     model = read_uncached(request, planned.plan.summary.micro_batch_size, source)
-    plan = replace(planned.plan, placement=_carried(planned.plan.placement, graph, model.graph))
+    plan = replace(
+        planned.plan, placement=_transferred_placement(planned.plan.placement, graph, model.graph)
+    )
     return replace(
         planned, plan=plan, model=model, problem=replace(planned.problem, graph=model.graph)
     )
 
 
-def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
+def _transferred_placement(placement: Placement, graph: Graph, other: Graph) -> Placement:
     """Return a placement of `graph` transferred to `other`, the graph of the same model for other
     input shapes. Nodes correspond if they have equal operators and results.
 
@@ -64,7 +66,7 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
             "the operators of the graph differ between decoding and prefill shapes"
         )
 
-    def carried(stage: Stage, more: set[int]) -> Stage:
+    def transferred_stage(stage: Stage, more: set[int]) -> Stage:
         """Return `stage` with its nodes in `other` and the additional nodes `more`."""
         nodes = sorted({own[node] for node in stage.nodes} | more)
         splits = sorted((own[node], splits) for node, splits in stage.splits)
@@ -77,7 +79,7 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
     }
     stages = enumerate(placement.stages)
     found = (
-        carried(stage, more if firsts[stage.pipeline] == index else set())
+        transferred_stage(stage, more if firsts[stage.pipeline] == index else set())
         for index, stage in stages
     )
     return replace(placement, stages=tuple(found))

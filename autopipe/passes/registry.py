@@ -104,12 +104,12 @@ SCHEDULERS = {
 
 def strategy_names() -> tuple[str, ...]:
     """Return the names of all built-in and registered strategies in alphabetical order."""
-    return tuple(sorted({*STRATEGIES, *_announced("autopipe.strategies")}))
+    return tuple(sorted({*STRATEGIES, *_entry_points("autopipe.strategies")}))
 
 
 def scheduler_names() -> tuple[str, ...]:
     """Return the names of all built-in and registered schedulers in alphabetical order."""
-    return tuple(sorted({*SCHEDULERS, *_announced("autopipe.schedulers")}))
+    return tuple(sorted({*SCHEDULERS, *_entry_points("autopipe.schedulers")}))
 
 
 def strategy_class(name: str, where: str = "") -> type[Any]:
@@ -125,7 +125,9 @@ def strategy_class(name: str, where: str = "") -> type[Any]:
         message = f"{prefix}strategy {name} is deprecated, write {present}"
         warnings.warn(message, RenamedWarning, stacklevel=2)
         name = present
-    return _find("strategy", name, {**_announced("autopipe.strategies"), **STRATEGIES}, where)
+    return _imported_class(
+        "strategy", name, {**_entry_points("autopipe.strategies"), **STRATEGIES}, where
+    )
 
 
 def scheduler_class(name: str, where: str = "") -> type[Any]:
@@ -134,18 +136,20 @@ def scheduler_class(name: str, where: str = "") -> type[Any]:
     Raise ConfigurationError, with the nearest name, if there is no such scheduler. `where` is the
     location of the name in the user's input, for messages.
     """
-    return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS}, where)
+    return _imported_class(
+        "schedule", name, {**_entry_points("autopipe.schedulers"), **SCHEDULERS}, where
+    )
 
 
 @functools.cache
-def _announced(group: str) -> dict[str, str]:
+def _entry_points(group: str) -> dict[str, str]:
     """Return {name: "module:class"} of the entry points in `group`. The result is cached because
     reading the entry points of all packages takes milliseconds.
     """
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 
 
-def _find(what: str, name: str, places: dict[str, str], where: str) -> type[Any]:
+def _imported_class(what: str, name: str, places: dict[str, str], where: str) -> type[Any]:
     """Import and return the class at `places[name]`, given as `module:class`.
 
     Raise ConfigurationError, with the nearest name, if there is no such name. `what` is the word

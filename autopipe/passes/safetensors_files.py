@@ -17,7 +17,7 @@ from autopipe.ir.files import SAFETENSORS_TYPES, Progress, lfs_error, safetensor
 from autopipe.ir.graph import FileSlice, Value
 from autopipe.ir.output_files import open_replacement_file
 from autopipe.ir.words import plural
-from autopipe.passes.export import Numbers, stored_tensor
+from autopipe.passes.export import TensorData, stored_tensor
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -38,7 +38,7 @@ def is_safetensors(path: Path) -> bool:
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
-def read_safetensors(path: Path) -> dict[str, Numbers]:
+def read_safetensors(path: Path) -> dict[str, TensorData]:
     """Return all tensors of the safetensors file `path`, by name. If `path` is an index, return the
     tensors of all its files.
 
@@ -48,7 +48,7 @@ def read_safetensors(path: Path) -> dict[str, Numbers]:
     return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
 
 
-def _read_index(path: Path) -> dict[str, Numbers]:
+def _read_index(path: Path) -> dict[str, TensorData]:
     """Return the tensors of all files of the index `path`, by name. Raise ConfigurationError for an
     invalid index or file.
     """
@@ -68,7 +68,7 @@ def _read_index(path: Path) -> dict[str, Numbers]:
         raise ConfigurationError(
             f"the file is not an index of safetensors files: {error}", where=str(path)
         ) from error
-    found: dict[str, Numbers] = {}
+    found: dict[str, TensorData] = {}
     for file in sorted(set(files.values())):
         if not file or Path(file).name != file or file == "..":
             message = (
@@ -91,7 +91,7 @@ def _read_index(path: Path) -> dict[str, Numbers]:
     return found
 
 
-def _read_file(path: Path) -> dict[str, Numbers]:
+def _read_file(path: Path) -> dict[str, TensorData]:
     """Return the tensors of one safetensors file, by name. Only the header is read at once. Raise
     ConfigurationError for an invalid file.
     """
@@ -107,7 +107,7 @@ def _read_file(path: Path) -> dict[str, Numbers]:
                     "or the limit permits"
                 )
             entries = json.loads(file.read(length))
-        return dict(_entries(path, entries, 8 + length, size))
+        return dict(_header_tensors(path, entries, 8 + length, size))
     except OSError as error:
         raise ConfigurationError(
             f"the weights cannot be read: {error.strerror}", where=str(path)
@@ -118,7 +118,9 @@ def _read_file(path: Path) -> dict[str, Numbers]:
         ) from error
 
 
-def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[str, Numbers]]:
+def _header_tensors(
+    path: Path, entries: Any, start: int, size: int
+) -> Iterator[tuple[str, TensorData]]:
     """Yield (name, tensor) for each tensor of the header `entries` of a file. The data starts at
     offset `start` of the file, which has `size` bytes. Raise ValueError, TypeError, KeyError or
     AttributeError for an invalid header.
@@ -128,8 +130,8 @@ def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[
             continue
         if entry["dtype"] not in _TYPES:
             raise ValueError(f"tensor {name!r} has the unsupported type {entry['dtype']!r}")
-        value = Value(name, _TYPES[entry["dtype"]], tuple(map(_count, entry["shape"])))
-        begin, end = map(_count, entry["data_offsets"])
+        value = Value(name, _TYPES[entry["dtype"]], tuple(map(_checked_count, entry["shape"])))
+        begin, end = map(_checked_count, entry["data_offsets"])
         if end - begin != value.bytes or start + end > size:
             raise ValueError(
                 f"the data offsets of tensor {name!r} do not match its shape or the file size"
@@ -137,18 +139,18 @@ def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[
         yield name, stored_tensor(value, FileSlice("", start + begin, value.bytes), path)
 
 
-def _count(number: object) -> int:
+def _checked_count(number: object) -> int:
     """Return `number`. Raise ValueError unless it is an integer of at least 0."""
     if type(number) is not int or number < 0:
         raise ValueError(f"a size or offset is {number!r}, expected an integer of at least 0")
     return number
 
 
-def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers]]:
+def group_into_shards(tensors: Sequence[TensorData], most: int | None) -> list[list[TensorData]]:
     """Return the tensors in consecutive groups, one per file, of at most `most` bytes each. A
     larger tensor is a group by itself. If `most` is None, there is one group.
     """
-    groups: list[list[Numbers]] = [[]]
+    groups: list[list[TensorData]] = [[]]
     size = 0
     for each in tensors:
         if groups[-1] and most is not None and size + each.value.bytes > most:
@@ -178,7 +180,7 @@ def safetensors_paths(target: Path, count: int) -> list[Path]:
 
 def write_safetensors(
     target: Path,
-    tensors: Sequence[Numbers],
+    tensors: Sequence[TensorData],
     progress: Progress = lambda _: None,
     most: int | None = None,
 ) -> tuple[list[Path], int]:
@@ -200,7 +202,7 @@ def write_safetensors(
             raise ConfigurationError(
                 f"a tensor has the name {_METADATA!r}, which safetensors reserves"
             )
-    groups = shards_of(tensors, most)
+    groups = group_into_shards(tensors, most)
     paths = safetensors_paths(target, len(groups))
     total = sum(each.value.bytes for each in tensors)
     try:
@@ -216,7 +218,7 @@ def write_safetensors(
     return paths, total
 
 
-def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> None:
+def _write_file(path: Path, tensors: Sequence[TensorData], progress: Progress) -> None:
     """Write one safetensors file atomically."""
     # In descending order of element sizes, each tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)
@@ -228,7 +230,7 @@ def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> N
             each.write(file, progress)
 
 
-def _write_index(paths: Sequence[Path], groups: Sequence[Sequence[Numbers]], total: int) -> None:
+def _write_index(paths: Sequence[Path], groups: Sequence[Sequence[TensorData]], total: int) -> None:
     """Write the index of a set of shards atomically. `paths` are the shards, then the index;
     `groups` are the tensors of each shard; `total` is the number of bytes of all tensors.
     """

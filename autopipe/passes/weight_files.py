@@ -21,21 +21,21 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Value
 from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.state_names import StateNames, module_name
-from autopipe.passes.export import FIXED, Numbers, stored_tensor
+from autopipe.passes.export import FIXED, TensorData, stored_tensor
 from autopipe.passes.frontend.elements import read_stored_data
 from autopipe.passes.frontend.folding import Folded, Layout, read_folded_data
 from autopipe.passes.frontend.load import Source, load
 from autopipe.passes.frontend.parameters import TrainingChoice, roles_of
 from autopipe.passes.frontend.weights import Weights
 from autopipe.passes.module_state import (
-    block,
-    file_numbers,
+    array_slice,
     graph_name,
     in_module_layout,
+    initializer_data,
     initializers_of,
-    named,
     recorded_entries,
-    unread_tensors,
+    state_only_tensors,
+    with_name,
 )
 from autopipe.passes.safetensors_files import is_safetensors, read_safetensors
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class MatchedWeights:
     """Result of matching the tensors of a weights file with the parameters of a model."""
 
-    numbers: Mapping[str, Numbers]
+    numbers: Mapping[str, TensorData]
     """Data for parameters of the model, by name in the model's graph."""
     missing: tuple[str, ...]
     """Names of required parameters that the file lacks."""
@@ -71,7 +71,7 @@ reads.
 """
 
 
-def matched_weights(weights: Path, model: Path) -> MatchedWeights:
+def match_weights(weights: Path, model: Path) -> MatchedWeights:
     """Match the tensors of the file `weights` with the parameters of the ONNX file `model`. The
     data is returned with the names, layouts and element types of the model's parameters.
 
@@ -83,33 +83,33 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     """
     source = load(model)
     table = Weights(source, roles_of(source), TrainingChoice())
-    kept = _kept(table)
-    stored: Mapping[str, Numbers]
+    kept = _loadable_tensors(table)
+    stored: Mapping[str, TensorData]
     if is_safetensors(weights):
         stored = read_safetensors(weights)
         needed = set(stored)
     else:
         stored, needed = _onnx_tensors(weights)
-    found: dict[str, Numbers] = {}
+    found: dict[str, TensorData] = {}
     unread: dict[str, Value] = {}
     state = StateNames.of(source.metadata, initializers_of(source))
     entered: set[str] | None = None
     if state is not None:
         entries = recorded_entries(stored, state, weights)
         held = table.read_initializers()
-        unread = dict(unread_tensors(source))
+        unread = dict(state_only_tensors(source))
         entered = {graph_name(tensor, held) for tensor in state.names.values()}
         for tensor, numbers in entries.by_tensor.items():
             if tensor in unread:
-                found[tensor] = _as_unread(numbers, unread[tensor], weights)
+                found[tensor] = _as_state_only(numbers, unread[tensor], weights)
             else:
                 name = graph_name(tensor, held)
-                found[name] = _as_held(numbers, kept[name], table.layouts.get(name), weights)
+                found[name] = _as_parameter(numbers, kept[name], table.layouts.get(name), weights)
         stored = entries.rest
     for name, numbers in stored.items():
         if name in kept:
-            found[name] = _as_held(numbers, kept[name], table.layouts.get(name), weights)
-    named_by_nodes = _named_by_nodes(source)
+            found[name] = _as_parameter(numbers, kept[name], table.layouts.get(name), weights)
+    named_by_nodes = _node_parameter_names(source)
     found.update(
         (name, each)
         for name, each in stored.items()
@@ -126,7 +126,7 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     required = [name for name in required if name not in kept_names]
     required += [name for name, value in unread.items() if value.dtype.is_floating]
     unused = [name for name in stored if name in needed and name not in found]
-    passed_over = [name for name in unused if _is_passed_over(stored[name], table, found)]
+    passed_over = [name for name in unused if _is_optional(stored[name], table, found)]
     return MatchedWeights(
         numbers=found,
         missing=tuple(module_name(name) for name in required if name not in found),
@@ -136,17 +136,18 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     )
 
 
-def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
+def _as_state_only(numbers: TensorData, value: Value, weights: Path) -> TensorData:
     """Return the tensor `numbers` of the file `weights` with the name and element type of `value`,
     an initializer of the model that no node reads. Raise ModelError if the shapes differ.
     """
     plain = replace(value, name=module_name(value.name))
-    return named(
-        _as_held(numbers, Parameter(plain, Fill(0.0), trainable=False), None, weights), value.name
+    return with_name(
+        _as_parameter(numbers, Parameter(plain, Fill(0.0), trainable=False), None, weights),
+        value.name,
     )
 
 
-def _kept(table: Weights) -> dict[str, Parameter]:
+def _loadable_tensors(table: Weights) -> dict[str, Parameter]:
     """Return the tensors of a model that a weights file may contain, by their names in the graph:
     its parameters, and its constants as untrained parameters.
     """
@@ -160,7 +161,7 @@ def _kept(table: Weights) -> dict[str, Parameter]:
     return found
 
 
-def _named_by_nodes(source: Source) -> set[str]:
+def _node_parameter_names(source: Source) -> set[str]:
     """Return names of parameters that are not initializers: the results of nodes without operands
     (`FIXED`), and the names that nodes read although no node, input or initializer provides them.
     """
@@ -171,7 +172,9 @@ def _named_by_nodes(source: Source) -> set[str]:
     return constant | (read - written)
 
 
-def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: Path) -> Numbers:
+def _as_parameter(
+    numbers: TensorData, held: Parameter, layout: Layout | None, weights: Path
+) -> TensorData:
     """Return the tensor `numbers` of the file `weights` in the layout and element type of the
     model's parameter `held`. `layout` is the difference between its layouts in the module and in
     the graph; None if they are equal. Raise ModelError if the shapes differ.
@@ -184,7 +187,7 @@ def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: 
             f"tensor {value.name!r} has shape {there}, but the model expects {list(shape)}",
             where=str(weights),
         )
-    converted = _converted(numbers, replace(value, shape=shape))
+    converted = _with_element_type(numbers, replace(value, shape=shape))
     return (
         converted
         if layout is None
@@ -192,7 +195,7 @@ def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: 
     )
 
 
-def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Numbers]) -> bool:
+def _is_optional(numbers: TensorData, table: Weights, found: Mapping[str, TensorData]) -> bool:
     """True if an unused tensor of the weights file is not a mistake: it is a batch counter or an
     untrained buffer of integers, or a second name of a tied parameter whose data equals that of the
     first name in `found`.
@@ -212,7 +215,7 @@ def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Number
     )
 
 
-def _converted(numbers: Numbers, value: Value) -> Numbers:
+def _with_element_type(numbers: TensorData, value: Value) -> TensorData:
     """Return the tensor `numbers` with the name, element type and shape of `value`. Raise
     ModelError if its element type cannot be converted.
     """
@@ -232,10 +235,10 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
             block = (block.astype(np.uint32) << 16).view(np.float32)
         return block.astype(value.dtype.storage_type)
 
-    return Numbers(value, read)
+    return TensorData(value, read)
 
 
-def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
+def _onnx_tensors(path: Path) -> tuple[dict[str, TensorData], set[str]]:
     """Return (tensors, needed) of an ONNX file from which weights are read.
 
     tensors: its parameters and constants, and the entries of the module's `state_dict` that no node
@@ -245,22 +248,22 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
     source = load(path)
     table = Weights(source, roles_of(source), TrainingChoice())
     tensors = initializers_of(source)
-    found: dict[str, Numbers] = {}
+    found: dict[str, TensorData] = {}
     needed: set[str] = set()
-    for name, _ in unread_tensors(source):
-        unread = file_numbers(tensors[name], source)
+    for name, _ in state_only_tensors(source):
+        unread = initializer_data(tensors[name], source)
         if unread is not None:
             plain = module_name(name)
-            found[plain] = named(unread, plain)
-    for name, each in _kept(table).items():
+            found[plain] = with_name(unread, plain)
+    for name, each in _loadable_tensors(table).items():
         if isinstance(each.storage, FoldedSlice):
-            numbers = _folded_numbers(each, path)
+            numbers = _folded_data(each, path)
         elif isinstance(each.storage, FileSlice):
             numbers = stored_tensor(each.value, each.storage, path)
         else:
             tensor = tensors.get(name)
             array = None if tensor is None else read_stored_data(name, tensor, source.slices, path)
-            numbers = None if array is None else Numbers(each.value, partial(block, array))
+            numbers = None if array is None else TensorData(each.value, partial(array_slice, array))
         if numbers is None:
             continue
         found[name] = in_module_layout(numbers, table.layouts.get(name))
@@ -269,15 +272,15 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
     return found, needed
 
 
-def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
+def _folded_data(parameter: Parameter, path: Path) -> TensorData | None:
     """Return a parameter that is computed from a tensor of the ONNX file `path`; None if the
     element type of the tensor cannot be read.
     """
     array = read_folded_data(parameter, path)
-    return None if array is None else Numbers(parameter.value, partial(block, array))
+    return None if array is None else TensorData(parameter.value, partial(array_slice, array))
 
 
-def layouts_of(model: Path) -> Mapping[str, Layout]:
+def module_layouts(model: Path) -> Mapping[str, Layout]:
     """Return, by name, the difference between the layouts in the PyTorch module and in the ONNX
     file `model`, for each parameter whose layouts differ.
     """
@@ -287,7 +290,7 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
     return table.layouts
 
 
-def are_one_model(one: Source, other: Source) -> bool:
+def are_same_model(one: Source, other: Source) -> bool:
     """True if two ONNX files have equal nodes between equal inputs, outputs and initializers,
     except for training behaviour. So they compute equal outputs in inference if their weights are
     equal.
@@ -297,7 +300,7 @@ def are_one_model(one: Source, other: Source) -> bool:
     """
     if sorted(one.opsets) != sorted(other.opsets) or _interface(one) != _interface(other):
         return False
-    return list(_computed(one)) == list(_computed(other))
+    return list(_computation(one)) == list(_computation(other))
 
 
 def _interface(source: Source) -> tuple[list[str], list[str]]:
@@ -305,7 +308,7 @@ def _interface(source: Source) -> tuple[list[str], list[str]]:
     return [each.name for each in source.graph.input], [each.name for each in source.graph.output]
 
 
-def _computed(source: Source) -> Iterator[object]:
+def _computation(source: Source) -> Iterator[object]:
     """Yield all that determines the outputs of a file in inference: its nodes with the sources of
     their operands, the sources of its outputs, and its initializers by name. A source is the
     (position, result) of a node, or the name of an input or initializer.
@@ -314,14 +317,14 @@ def _computed(source: Source) -> Iterator[object]:
     nodes = []
     for node in source.nodes:
         operands = [same.get(name, name) for name in node.input]
-        if _is(node, "Dropout") and not any(node.output[1:]):
+        if _is_operator(node, "Dropout") and not any(node.output[1:]):
             same[node.output[0]] = operands[0]
         else:
             nodes.append((node, operands))
     needed = {same.get(each.name, each.name) for each in source.graph.output}
     kept = []
     for node, operands in reversed(nodes):
-        if not needed.isdisjoint(_results(node)):
+        if not needed.isdisjoint(_inference_results(node)):
             needed.update(operands)
             kept.append((node, operands))
     places: dict[str, object] = {}
@@ -329,10 +332,10 @@ def _computed(source: Source) -> Iterator[object]:
         yield (
             node.op_type,
             node.domain,
-            _settings(node),
+            _attributes(node),
             [places.get(name, name) for name in operands],
         )
-        places |= {name: (number, index) for index, name in enumerate(_results(node))}
+        places |= {name: (number, index) for index, name in enumerate(_inference_results(node))}
     yield [places.get(same.get(each.name, each.name), each.name) for each in source.graph.output]
     tensors = {each.name: each for each in source.graph.initializer if each.name in needed}
     # Large tensors were loaded without their data, so their data is not compared. It may differ,
@@ -342,23 +345,23 @@ def _computed(source: Source) -> Iterator[object]:
     )
 
 
-def _is(node: onnx.NodeProto, operator: str) -> bool:
+def _is_operator(node: onnx.NodeProto, operator: str) -> bool:
     """True if the node has this operator of the standard ONNX domain."""
     return node.op_type == operator and node.domain in ("", "ai.onnx")
 
 
-def _results(node: onnx.NodeProto) -> list[str]:
+def _inference_results(node: onnx.NodeProto) -> list[str]:
     """Return the names of a node's results, without the updated statistics that BatchNormalization
     has in training.
     """
-    return list(node.output[:1] if _is(node, "BatchNormalization") else node.output)
+    return list(node.output[:1] if _is_operator(node, "BatchNormalization") else node.output)
 
 
-def _settings(node: onnx.NodeProto) -> list[bytes]:
+def _attributes(node: onnx.NodeProto) -> list[bytes]:
     """Return the serialized attributes of a node, sorted, without the training mode of
     BatchNormalization.
     """
-    ignored = {"training_mode"} if _is(node, "BatchNormalization") else set()
+    ignored = {"training_mode"} if _is_operator(node, "BatchNormalization") else set()
     return sorted(
         each.SerializeToString(deterministic=True)
         for each in node.attribute

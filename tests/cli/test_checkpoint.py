@@ -28,7 +28,7 @@ from autopipe.backends.torch.checkpoint import (
 from autopipe.cli.main import main
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import TensorSlice
-from autopipe.passes.export import Numbers
+from autopipe.passes.export import TensorData
 from autopipe.passes.frontend.load import load
 from autopipe.passes.safetensors_files import read_safetensors, write_safetensors
 from tests.passes.frontend.building import floats, model, node, saved
@@ -459,7 +459,7 @@ def test_weights_are_written_in_shards(given: Path, capsys: pytest.CaptureFixtur
 
 def test_a_shard_has_at_most_the_size_that_is_asked_for(tmp_path: Path) -> None:
     tensors = [
-        Numbers(Value(name, DType.FLOAT32, (4,)), lambda box: floats(4)[box.slices])
+        TensorData(Value(name, DType.FLOAT32, (4,)), lambda box: floats(4)[box.slices])
         for name in "abcde"
     ]
     paths, size = write_safetensors(tmp_path / "w.safetensors", tensors, most=40)

@@ -16,7 +16,7 @@ from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.model import require_trainable
-from autopipe.passes.weight_files import layouts_of
+from autopipe.passes.weight_files import module_layouts
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.trained_weights import by_ranks, by_torch
 from tests.exports.parameter_functions import CASES, PROBES, Case, batch_of, file_of, module_of
@@ -88,7 +88,7 @@ def marked(cases: Iterable[Case]) -> list[object]:
 @pytest.mark.parametrize("case", marked(CASES))
 def test_a_tensor_with_a_parameters_name_is_that_parameter(case: Case) -> None:
     path = file_of(case)
-    layouts = layouts_of(path)
+    layouts = module_layouts(path)
     known = {name: tensor.detach().numpy() for name, tensor in module_of(case).named_parameters()}
     for each in read_model(path).graph.parameters:
         name = each.value.name

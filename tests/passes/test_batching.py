@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.batching import Batching, Division, batchings, climb
+from autopipe.passes.batching import Batching, Division, batchings, hill_climb
 
 
 def first(**given):
@@ -43,7 +43,7 @@ def first(**given):
 )
 def test_a_climb_goes_on_while_steps_get_shorter(seconds, start, tried):
     found = []
-    climb(tuple(seconds), start, lambda place: found.append(place) or seconds[place])
+    hill_climb(tuple(seconds), start, lambda place: found.append(place) or seconds[place])
     assert found == tried
 
 

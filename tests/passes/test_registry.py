@@ -42,7 +42,9 @@ def test_installed_packages_add_strategies(monkeypatch: pytest.MonkeyPatch) -> N
         "entry_points",
         lambda group: [point] if group == point.group else [],
     )
-    monkeypatch.setattr(registry, "_announced", functools.cache(registry._announced.__wrapped__))
+    monkeypatch.setattr(
+        registry, "_entry_points", functools.cache(registry._entry_points.__wrapped__)
+    )
     assert "mine" in registry.strategy_names()
     assert registry.strategy_class("mine").__name__ == "Manual"
     assert "mine" not in registry.scheduler_names()

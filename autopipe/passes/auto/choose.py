@@ -41,7 +41,7 @@ from autopipe.passes.auto.plan_cache import (
 )
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
-from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
+from autopipe.passes.batching import AUTO_PER_DEVICE, Division, divisors, hill_climb
 from autopipe.passes.cost.loss_scores import compare_scores, may_exceed_memory
 from autopipe.passes.cost.stage_work import first_shard_holders, stage_work
 from autopipe.passes.pipeline import (
@@ -519,7 +519,9 @@ class _Variations:
             place += 1
             found = self._find_or_run_trial(candidate, counts[place])
         if found.bound_s < min(math.inf, _NEAR * self.search.step_s):
-            climb(counts, place, lambda count: self._find_or_run_trial(candidate, count).bound_s)
+            hill_climb(
+                counts, place, lambda count: self._find_or_run_trial(candidate, count).bound_s
+            )
 
     def _find_or_run_trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
         """Return the trial of the candidate, with `count` micro-batches unless it is None. Try the

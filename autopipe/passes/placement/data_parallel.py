@@ -24,7 +24,7 @@ from autopipe.passes.cost.memory_check import (
     check_state_fits,
     with_required_recomputation,
 )
-from autopipe.passes.sharding.regions import check_samples, one_stage
+from autopipe.passes.sharding.regions import check_samples_divide, single_stage_placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DataParallel:
         """
         check_single_stage_devices(problem, self.name)
         check_state_fits(problem, problem.cluster.size, 1)
-        check_samples(problem, problem.cluster.size, self.name, "devices")
+        check_samples_divide(problem, problem.cluster.size, self.name, "devices")
 
     def run(self, problem: Problem) -> Placement:
         """Return a placement with one stage that runs all nodes on all devices. The stage
@@ -81,7 +81,10 @@ class DataParallel:
                     f"{each} {reason}", hint="use strategy manual, which follows all constraints"
                 )
         return with_required_recomputation(
-            problem, one_stage(problem, samples.splits(range(len(problem.graph.nodes)), devices))
+            problem,
+            single_stage_placement(
+                problem, samples.splits(range(len(problem.graph.nodes)), devices)
+            ),
         )
 
 

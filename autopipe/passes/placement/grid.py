@@ -27,7 +27,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolve_constraints
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.batching import Division, climb
+from autopipe.passes.batching import Division, hill_climb
 from autopipe.passes.cost.measured import with_micro_batch_size
 from autopipe.passes.cost.memory import parameter_state, static_memory
 from autopipe.passes.cost.memory_check import (
@@ -49,11 +49,11 @@ from autopipe.passes.sharding.regions import (
     STYLE_MARK,
     StageStyle,
     check_constraints_met,
-    check_samples,
+    check_samples_divide,
     constrained_stages,
-    devices_of_chain,
-    graph_group_splits,
-    with_samples_split,
+    graph_megatron_splits,
+    stage_groups,
+    with_sample_splits,
 )
 
 
@@ -139,14 +139,14 @@ def place_grid(
     InfeasibleError if the replicas cannot split the samples evenly, if no layer can be split over
     `degrees.tensor` devices, or if there are fewer operators than stages.
     """
-    check_samples(problem, degrees.data, "grid")
-    groups = devices_of_chain(degrees.groups(), stages_per_rank, style)
+    check_samples_divide(problem, degrees.data, "grid")
+    groups = stage_groups(degrees.groups(), stages_per_rank, style)
     fixed_stages = (
         constrained_stages(resolve_constraints(problem), groups, "grid")
         if problem.constraints
         else {}
     )
-    tensor_splits = graph_group_splits(problem.graph, degrees.data, degrees.tensor)
+    tensor_splits = graph_megatron_splits(problem.graph, degrees.data, degrees.tensor)
     if not tensor_splits and degrees.tensor > 1:
         raise InfeasibleError(
             f"strategy.tensor is {degrees.tensor}, but no layer can be split over "
@@ -160,7 +160,7 @@ def place_grid(
         partition_chain(problem, groups, fixed_stages, degrees.data), groups, strict=True
     ):
         own = {node: tensor_splits[node] for node in nodes if node in tensor_splits}
-        splits = with_samples_split(samples, nodes, degrees.data, own)
+        splits = with_sample_splits(samples, nodes, degrees.data, own)
         stages.append(Stage(nodes, group, problem.micro_batch_size, splits, problem.recomputes_all))
     if opposite:
         pairs = zip(stages, reversed(groups), strict=True)
@@ -282,7 +282,7 @@ class GridSearch:
                 started.append((first.step_s * ratio, degrees, degree_sizes, start))
         for promised_s, degrees, degree_sizes, start in sorted(started, key=itemgetter(0)):
             if promised_s <= _CLOSE * self._best_step_s():
-                climb(degree_sizes, degree_sizes.index(start), partial(step_seconds, degrees))
+                hill_climb(degree_sizes, degree_sizes.index(start), partial(step_seconds, degrees))
         best = self.best
         if best is None and self.refused:
             raise self._error_to_raise(every, sizes)

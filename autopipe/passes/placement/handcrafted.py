@@ -26,13 +26,13 @@ from autopipe.passes.cost.memory_check import (
 from autopipe.passes.sharding.regions import (
     ReplicatedGraph,
     check_constraints_met,
-    check_samples,
-    graph_group_splits,
+    check_samples_divide,
+    graph_megatron_splits,
     grow_region,
-    one_stage,
     replicated_graph,
     seed_axis,
-    with_samples_split,
+    single_stage_placement,
+    with_sample_splits,
 )
 
 
@@ -65,7 +65,7 @@ class OneWeirdTrick:
                 hint="use strategy handcrafted, which supports transformers and recurrent networks",
             )
         check_single_stage_devices(problem, self.name)
-        check_samples(problem, problem.cluster.size, self.name)
+        check_samples_divide(problem, problem.cluster.size, self.name)
 
     def run(self, problem: Problem) -> Placement:
         """Return a placement with one stage on all devices. Raise ConfigurationError for a violated
@@ -108,7 +108,7 @@ def _place_one_weird_trick(problem: Problem) -> Placement:
                 if each not in found
             }
             break
-    return one_stage(problem, with_samples_split(samples, nodes, devices, found))
+    return single_stage_placement(problem, with_sample_splits(samples, nodes, devices, found))
 
 
 def _fully_connected_matmuls(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[int]:
@@ -143,14 +143,14 @@ def _pipeline_recurrent_layers(problem: Problem) -> Placement:
     layers = 1 + max(layer_of)
     count = max(each for each in range(1, min(layers, devices) + 1) if devices % each == 0)
     size = devices // count
-    check_samples(problem, size, "handcrafted")
+    check_samples_divide(problem, size, "handcrafted")
     stages = []
     for stage in range(count):
         nodes = tuple(
             node for node, layer in enumerate(layer_of) if layer * count // layers == stage
         )
         group = range(stage * size, (stage + 1) * size)
-        splits = with_samples_split(samples, nodes, size, {})
+        splits = with_sample_splits(samples, nodes, size, {})
         stages.append(
             Stage(nodes, tuple(group), problem.micro_batch_size, splits, problem.recomputes_all)
         )
@@ -190,7 +190,7 @@ def _best_tensor_degree(problem: Problem) -> int:
         each for each in within if problem.micro_batch_size % (devices // each) == 0
     ] or within[-1:]
     return max(
-        degrees, key=lambda each: (len(graph_group_splits(graph, devices // each, each)), each)
+        degrees, key=lambda each: (len(graph_megatron_splits(graph, devices // each, each)), each)
     )
 
 
@@ -209,12 +209,12 @@ def _place_tensor_parallel(problem: Problem, degree: int) -> Placement:
             f"{devices} {plural(devices, 'device')} cannot be divided into groups of size {degree}",
             where="strategy.tensor",
         )
-    check_samples(problem, devices // degree, "handcrafted")
-    found = graph_group_splits(graph, devices // degree, degree)
-    splits = with_samples_split(
+    check_samples_divide(problem, devices // degree, "handcrafted")
+    found = graph_megatron_splits(graph, devices // degree, degree)
+    splits = with_sample_splits(
         sample_axes(graph), range(len(graph.nodes)), devices // degree, found
     )
-    return one_stage(problem, splits)
+    return single_stage_placement(problem, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class Handcrafted:
         if work["recurrent"]:
             placement = _pipeline_recurrent_layers(problem)
         elif work["convolution"] > work["matmul"]:
-            check_samples(problem, problem.cluster.size, self.name)
+            check_samples_divide(problem, problem.cluster.size, self.name)
             placement = _place_one_weird_trick(problem)
         else:
             degree = self.tensor or _best_tensor_degree(problem)

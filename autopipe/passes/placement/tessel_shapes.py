@@ -56,11 +56,11 @@ from autopipe.passes.sharding.regions import (
     STYLE_MARK,
     ReplicatedGraph,
     StageStyle,
-    devices_of_chain,
     grow_region,
     seed_axis,
-    tensor_splits,
-    weights_of,
+    stage_groups,
+    tensor_parallel_splits,
+    weight_values,
 )
 
 _MAXIMUM_BLOCKS = 768
@@ -135,7 +135,7 @@ def _make_costed_model(
         graph,
         sample_axes(graph),
         1,
-        weights_of(graph),
+        weight_values(graph),
         readers,
         cluster,
         seconds,
@@ -254,7 +254,9 @@ def make_split_stage(
         )
         return float(model.seconds[node]) * (1 - 1 / degree) > 2 * gather.seconds(size)
 
-    return replace(stage, splits=tensor_splits(model, nodes, degree, tables, split_pays_off))
+    return replace(
+        stage, splits=tensor_parallel_splits(model, nodes, degree, tables, split_pays_off)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -800,5 +802,5 @@ class TesselShapes:
         """
         return StageRow(
             node_chain(model, line, nodes),
-            devices_of_chain(devices, self.stages_per_rank, self.style),
+            stage_groups(devices, self.stages_per_rank, self.style),
         )

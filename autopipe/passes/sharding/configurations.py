@@ -48,7 +48,7 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
     ranges of such a dimension are excluded (`ir.layout.is_one_range`).
     """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
-    candidates = _splits_of(
+    candidates = _all_splits(
         [axis for axis in axes if axis.kind is not AxisKind.UNSPLITTABLE and axis.size > 1], group
     )
     sizes = space.axis_sizes()
@@ -66,7 +66,7 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
     return tuple(sorted(candidates, key=len))
 
 
-def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
+def _all_splits(axes: Sequence[Axis], group: int) -> list[Splits]:
     """Return all ways to split `axes` evenly whose product of degrees divides `group`. The splits
     of each way are in the order of `axes`.
     """
@@ -270,7 +270,10 @@ class LayoutTable:
         sharding = id(configurations), dimensions, windows, shape if windows else ()
         positions = self.mesh_positions_of(configurations)
         return self._layouts(
-            sharding, shape, positions, lambda: _parts(positions, dimensions, shape, windows)
+            sharding,
+            shape,
+            positions,
+            lambda: _dimension_layouts(positions, dimensions, shape, windows),
         )
 
     def result(
@@ -288,15 +291,17 @@ class LayoutTable:
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
         positions = self.mesh_positions_of(configurations)
 
-        def parts() -> list[_Part]:
+        def layout_parts() -> list[_Part]:
             result_axes = {name for dimension in dimensions for name in dimension}
             reduced = [name for name, _ in kinds if name not in result_axes]
             partial_sums = positions.layouts(
                 reduced, lambda axes: result_layout(space, (), (), axes)
             )
-            return [*_parts(positions, dimensions, shape), partial_sums]
+            return [*_dimension_layouts(positions, dimensions, shape), partial_sums]
 
-        return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
+        return self._layouts(
+            (id(configurations), dimensions, kinds), shape, positions, layout_parts
+        )
 
     def _layouts(
         self,
@@ -312,7 +317,7 @@ class LayoutTable:
         key = sharding, shape
         if key not in self._known:
             if sharding not in self._known:
-                self._known[sharding] = _combine_parts(shape, parts(), positions.configurations)
+                self._known[sharding] = _combined_layouts(shape, parts(), positions.configurations)
             tensor = self._known[sharding]
             if tensor.layouts[0].shape != shape:
                 layouts = (
@@ -326,7 +331,7 @@ class LayoutTable:
         return self._known[key]
 
 
-def _parts(
+def _dimension_layouts(
     positions: MeshPositions,
     dimensions: Sequence[Dimension],
     shape: Sequence[int],
@@ -350,7 +355,7 @@ def _parts(
     return found
 
 
-def _combine_parts(
+def _combined_layouts(
     shape: tuple[int, ...], parts: Sequence[_Part], configurations: int
 ) -> TensorLayouts:
     """Return the layouts of a tensor of `shape` under each of `configurations` configurations.

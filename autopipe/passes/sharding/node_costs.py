@@ -138,8 +138,8 @@ class StageContext:
         [2, nodes]; row 0 is forward, row 1 is backward.
         """
         self._statistics: dict[tuple[int, int], Floats] = {}
-        """Cached results of `_exchanged`, by the ids of an operator instance and of a tuple of
-        configurations. `layouts` stores the tuple, so its id stays valid.
+        """Cached results of `_statistics_seconds`, by the ids of an operator instance and of a
+        tuple of configurations. `layouts` stores the tuple, so its id stays valid.
         """
         self._rates: dict[frozenset[MeshAxis], float] = {}
 
@@ -199,10 +199,10 @@ class StageContext:
             degree_index
         ]
         if use.row.statistics is not no_collectives:
-            found += self._exchanged(node, use, splits)
+            found += self._statistics_seconds(node, use, splits)
         return found
 
-    def _exchanged(self, node: int, use: OpInstance, splits: tuple[Splits, ...]) -> Floats:
+    def _statistics_seconds(self, node: int, use: OpInstance, splits: tuple[Splits, ...]) -> Floats:
         """Return the seconds of the collectives that reduce a node's statistics over its joint axes
         in forward and backward, under each of the configurations `splits`, of shape
         [configurations, 2].
@@ -273,7 +273,7 @@ class StageContext:
         )
 
 
-def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
+def saved_bytes_by_configuration(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
     """Return the bytes on one device of the tensors `kept`, which one node saves for the backward
     of one micro-batch, under each configuration of the node, of shape [configurations].
 
@@ -296,7 +296,7 @@ def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Costs:
+class VariableCosts:
     """Costs of each choice of a variable of the optimisation model, as arrays of shape [choices].
 
     seconds: all seconds of a step.
@@ -344,7 +344,7 @@ class NodeClass:
         shape = graph.type_of(graph.nodes[self.node].outputs[position]).shape
         return self.stage.layouts.result(space, position, shape, self.configurations)
 
-    def costs(self) -> Costs:
+    def costs(self) -> VariableCosts:
         """Return the costs of each configuration: computation, parameters that only this node
         reads, and saved tensors. Changes of layout between nodes are not included.
         """
@@ -370,10 +370,10 @@ class NodeClass:
             seconds = seconds + update_s[wanted.layout_of]
             memory += held[wanted.layout_of]
         if problem.train:
-            memory += stage.kept_micro_batches * kept_bytes(
+            memory += stage.kept_micro_batches * saved_bytes_by_configuration(
                 stage.kept[self.node], self.mesh_positions
             )
-        return Costs(seconds + gradients, gradients, backward, memory)
+        return VariableCosts(seconds + gradients, gradients, backward, memory)
 
     def passing_bytes(self) -> Integers:
         """Return the bytes of temporary memory on one device while the backward of the node runs,
@@ -397,9 +397,9 @@ class NodeClass:
         }
         for name, each in (*read.items(), *written.items()):
             found += (each.elements * stage.widths[name])[each.layout_of]
-        return found + self._scratch()
+        return found + self._scratch_bytes()
 
-    def _scratch(self) -> Integers:
+    def _scratch_bytes(self) -> Integers:
         """Return the bytes of the operator's temporary tensors on one device under each
         configuration.
         """

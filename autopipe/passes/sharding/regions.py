@@ -38,8 +38,8 @@ class ReplicatedGraph:
     """A graph on `replicas` groups of devices. Each group is a replica, which computes an equal
     fraction of the samples.
 
-    weights: the result of `weights_of`. It contains the values that depend only on parameters and
-    constants.
+    weights: the result of `weight_values`. It contains the values that depend only on parameters
+    and constants.
     readers: the nodes that read each value.
     """
 
@@ -113,12 +113,12 @@ def replicated_graph(
     result of `sample_axes` for `graph`; if None, it is computed.
     """
     return ReplicatedGraph(
-        graph, samples or sample_axes(graph), replicas, weights_of(graph), graph.consumers()
+        graph, samples or sample_axes(graph), replicas, weight_values(graph), graph.consumers()
     )
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def weights_of(graph: Graph) -> dict[str, frozenset[str]]:
+def weight_values(graph: Graph) -> dict[str, frozenset[str]]:
     """Return the values that depend only on parameters and constants: for each of them, the names
     of the parameters on which it depends.
     """
@@ -279,7 +279,7 @@ def _dimension_of(dimensions: tuple[tuple[str, ...], ...] | None, axis: str) -> 
     )
 
 
-def tensor_splits(
+def tensor_parallel_splits(
     network: ReplicatedGraph,
     nodes: Iterable[int],
     degree: int,
@@ -335,7 +335,9 @@ NodeSplits = tuple[tuple[int, Splits], ...]
 """(node, splits) pairs, as in `Stage.splits`."""
 
 
-def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "replicas") -> None:
+def check_samples_divide(
+    problem: Problem, replicas: int, strategy: str, who: str = "replicas"
+) -> None:
     """Raise InfeasibleError unless the samples of a micro-batch can be divided evenly among
     `replicas` replicas. `strategy` and `who`, a word for the replicas, are part of the message.
     """
@@ -361,7 +363,7 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
         )
 
 
-def with_samples_split(
+def with_sample_splits(
     samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, Splits]
 ) -> NodeSplits:
     """Return (node, splits) pairs in ascending order of nodes: the splits `found`, and for each
@@ -373,7 +375,7 @@ def with_samples_split(
     return tuple(sorted((*found.items(), *others)))
 
 
-def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
+def single_stage_placement(problem: Problem, splits: NodeSplits) -> Placement:
     """Return a placement with one stage that runs all nodes on all devices, with the given splits
     of nodes.
     """
@@ -384,27 +386,29 @@ def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
     )
 
 
-def group_splits(network: ReplicatedGraph, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
+def megatron_splits(
+    network: ReplicatedGraph, degree: int, nodes: Iterable[int]
+) -> dict[int, Splits]:
     """Return, by node, the tensor-parallel splits of `nodes` over the `degree` devices of each
     replica; {} if `degree` is 1. Nodes outside of tensor-parallel regions are omitted.
 
     The rules are those of Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
     Models Using Model Parallelism" (2019), section 3. Only regions whose sharded values need no
-    gather are split (`tensor_splits`).
+    gather are split (`tensor_parallel_splits`).
     """
     if degree == 1:
         return {}
     members = tuple(nodes)
     tables = frozenset(
-        network.graph.nodes[node].inputs[0] for node in members if _looks_up_data(network, node)
+        network.graph.nodes[node].inputs[0] for node in members if _gathers_at_inputs(network, node)
     )
-    splits_of = tensor_splits(
+    splits_of = tensor_parallel_splits(
         network, members, degree, tables & network.weights.keys(), lambda node: False
     )
     return {node: network.splits(node, split.axis, degree) for node, (split,) in splits_of}
 
 
-def _looks_up_data(network: ReplicatedGraph, node: int) -> bool:
+def _gathers_at_inputs(network: ReplicatedGraph, node: int) -> bool:
     """True if `node` copies elements of its first operand and another operand, the indices, depends
     on the inputs of the model.
 
@@ -418,11 +422,11 @@ def _looks_up_data(network: ReplicatedGraph, node: int) -> bool:
 
 
 @memoize(4 * MAX_CACHED_GRAPHS)
-def graph_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
+def graph_megatron_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
     """Return, by node, the tensor-parallel splits of all nodes of `graph` on `replicas` replicas of
-    `degree` devices each (`group_splits`).
+    `degree` devices each (`megatron_splits`).
     """
-    return group_splits(replicated_graph(graph, replicas), degree, range(len(graph.nodes)))
+    return megatron_splits(replicated_graph(graph, replicas), degree, range(len(graph.nodes)))
 
 
 Group = TypeVar("Group")
@@ -439,7 +443,7 @@ release. With it, the former key is still accepted.
 """
 
 
-def devices_of_chain(
+def stage_groups(
     groups: Sequence[Group], stages_per_rank: int, style: StageStyle
 ) -> tuple[Group, ...]:
     """Return the group of each stage, in the order of the stages, if each of `groups` has
@@ -523,7 +527,7 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
     for each in resolved:
         for node in each.nodes:
             stage = stage_of[node]
-            reason = _difference(each, node, stage, placement.stages[stage], samples)
+            reason = _constraint_difference(each, node, stage, placement.stages[stage], samples)
             if reason:
                 raise ConfigurationError(
                     f"{each} requires {reason}",
@@ -533,7 +537,7 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
                 )
 
 
-def _difference(
+def _constraint_difference(
     each: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes
 ) -> str:
     """Return, as the end of an error message, what the constraint `each` requires of `node` and how

@@ -386,7 +386,7 @@ def _scatter_axes(
     return list(index_of_axes), table[case_of][:, pair.wanted_of].reshape(-1)
 
 
-def _addition(
+def _reduction_steps(
     partial_axes: MeshAxes, shards: int, axes_by_dimension: Iterable[MeshAxes]
 ) -> Addition:
     """Return the collectives that reduce the partial sums of a tensor over the mesh axes
@@ -518,7 +518,7 @@ class ReshardTable:
             [(partial_axes, partial_of[rows]), (shards, shards_of[rows]), *scattered], len(rows)
         )
         adding = self._adding(
-            [_addition(over, count, axes_list) for over, count, *axes_list in added]
+            [_reduction_steps(over, count, axes_list) for over, count, *axes_list in added]
         )
         shape = len(sources), len(targets)
         return held, held_of.reshape(shape), adding, addition_of.reshape(shape)
@@ -540,7 +540,7 @@ class ReshardTable:
         without a change of its shards. The unsharded tensor has `size_bytes` bytes.
         """
         additions: list[Addition] = [
-            _addition(each.partial_over, each.shard_count, ()) for each in sources
+            _reduction_steps(each.partial_over, each.shard_count, ()) for each in sources
         ]
         return self._adding(additions).seconds(size_bytes)
 
@@ -627,7 +627,7 @@ def shared_value(
             seconds_to_equal = table.seconds(bound, reader.layouts, size_bytes)
             moving.append(
                 seconds_to_equal
-                + _only_equal(bound, [layout.with_even_shards() for layout in reader.layouts])
+                + _zero_if_equal(bound, [layout.with_even_shards() for layout in reader.layouts])
             )
         to_reader[id(reader)] = np.concatenate(moving)[:, reader.layout_of] * times
     to_readers = tuple(to_reader[id(reader)] for reader in readers)
@@ -654,15 +654,15 @@ def shared_parameter(
     if only_whole:
         common = []
     to_readers = tuple(
-        np.concatenate([np.zeros((1, len(reader.layouts))), _only_equal(common, reader.layouts)])[
-            :, reader.layout_of
-        ]
+        np.concatenate(
+            [np.zeros((1, len(reader.layouts))), _zero_if_equal(common, reader.layouts)]
+        )[:, reader.layout_of]
         for reader in readers
     )
     return SharedValue((full, *common), np.zeros((0, 1 + len(common))), to_readers)
 
 
-def _only_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:
+def _zero_if_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:
     """Return a table of shape [layouts, wanted] with 0 for pairs of equal layouts and infinity for
     all other pairs.
     """

@@ -41,12 +41,12 @@ from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.sharding.configurations import Integers, Splits
 from autopipe.passes.sharding.node_costs import (
     NO_OPTIONS,
-    Costs,
     NodeClass,
     StageContext,
     StageOptions,
-    kept_bytes,
+    VariableCosts,
     node_classes,
+    saved_bytes_by_configuration,
 )
 from autopipe.passes.sharding.reshard_tables import (
     Floats,
@@ -59,7 +59,7 @@ from autopipe.passes.solvers.min_sum.model import ResultCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tables:
+class SplitTables:
     """The min-sum model of the splits of a stage's nodes on a group of devices. Variable i is the
     configuration of `nodes[i]`; the variables after the nodes are layouts of values that several
     nodes read.
@@ -85,7 +85,7 @@ class Tables:
     beyond those of the first, per pair of configurations. They are not part of the model's memory.
     """
 
-    def passing_at_most(self, most: int) -> Tables:
+    def passing_at_most(self, most: int) -> SplitTables:
         """Return the tables for a search with limited memory. Configurations that need more than
         `most` bytes of temporary memory are forbidden: their cost is infinite.
 
@@ -94,11 +94,14 @@ class Tables:
         """
         once = ResultCache()
 
-        def bounded(costs: Floats, needs: Integers) -> Floats:
+        def forbid_above_limit(costs: Floats, needs: Integers) -> Floats:
             """Return the costs with infinity for choices that need more than `most` bytes."""
             return np.where(needs > most, np.inf, costs)
 
-        costs = [once(bounded, *each) for each in zip(self.model.costs, self.passing, strict=False)]
+        costs = [
+            once(forbid_above_limit, *each)
+            for each in zip(self.model.costs, self.passing, strict=False)
+        ]
         costs += self.model.costs[len(costs) :]
         edges = (*self.model.edges, *self.kept_again)
         return replace(
@@ -121,12 +124,12 @@ node to which the edge belongs).
 """
 
 
-def make_tables(
+def make_split_tables(
     problem: Problem,
     nodes: Sequence[int],
     devices: tuple[int, ...],
     options: StageOptions = NO_OPTIONS,
-) -> Tables:
+) -> SplitTables:
     """Return the model of the splits of a stage that computes `nodes` on `devices`.
 
     `nodes` are in ascending order. Equal nodes share one array of costs, and so do equal edges.
@@ -142,7 +145,7 @@ def make_tables(
     edges: list[Edge] = []
 
     @cache
-    def changes(source: End, reader: End, size: int, given: bool, times: int) -> Floats:
+    def change_seconds(source: End, reader: End, size: int, given: bool, times: int) -> Floats:
         """Return the seconds per step of the layout changes of a value with one reader, of shape
         [configurations of the source, configurations of the reader].
         """
@@ -155,7 +158,7 @@ def make_tables(
         )
 
     @cache
-    def shared(
+    def shared_variable(
         source: End, readers: tuple[End, ...], size: int, given: bool, times: int
     ) -> SharedValue:
         """Return the variable of a value with several readers; equal values get one object."""
@@ -163,10 +166,10 @@ def make_tables(
         return shared_value(source[0].leaves(source[1]), wanted, size, stage.reshard, given, times)
 
     @cache
-    def free(layouts: int) -> Costs:
+    def zero_costs(layouts: int) -> VariableCosts:
         """Return costs of 0 for each of `layouts` choices."""
         zeros = np.zeros(layouts)
-        return Costs(zeros, zeros, zeros, np.zeros(layouts, dtype=np.int64))
+        return VariableCosts(zeros, zeros, zeros, np.zeros(layouts, dtype=np.int64))
 
     def connect(source: int, target: int, matrix: Floats) -> None:
         """Add an edge between two variables, unless all its costs are 0."""
@@ -183,7 +186,7 @@ def make_tables(
             )
             gradient_s, update_s, held = stage.holding(name, value.layouts)
             costs.append(
-                Costs(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held)
+                VariableCosts(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held)
             )
         elif source is not None and source in classes:
             produced = classes[source], graph.nodes[source].outputs.index(name)
@@ -194,30 +197,30 @@ def make_tables(
                 connect(
                     variable_of[source],
                     variable_of[uses[0][0]],
-                    changes(produced, readers[0], size, given, times),
+                    change_seconds(produced, readers[0], size, given, times),
                 )
                 continue
-            value = shared(produced, readers, size, given, times)
+            value = shared_variable(produced, readers, size, given, times)
             connect(variable_of[source], len(costs), value.from_source)
-            costs.append(free(len(value.layouts)))
+            costs.append(zero_costs(len(value.layouts)))
         else:
             continue
         for (reader, _), matrix in zip(uses, value.to_readers, strict=True):
             connect(len(costs) - 1, variable_of[reader], matrix)
     seconds = tuple(each.seconds for each in costs)
     memory = tuple(each.memory for each in costs)
-    return Tables(
+    return SplitTables(
         nodes=stage.nodes,
         configurations=tuple(node_class.configurations for node_class in classes.values()),
         model=MinSum(seconds, tuple(edges), memory),
         gradients=tuple(each.gradients for each in costs),
         backwards=tuple(each.backward for each in costs),
         passing=tuple(map(passing_of, classes.values())),
-        kept_again=_kept_again(stage, classes, variable_of),
+        kept_again=_additional_saved_bytes(stage, classes, variable_of),
     )
 
 
-def _kept_again(
+def _additional_saved_bytes(
     stage: StageContext, classes: dict[int, NodeClass], variable_of: dict[int, int]
 ) -> tuple[Edge, ...]:
     """Return edges with the additional bytes of tensors that two nodes save, per pair of
@@ -234,8 +237,8 @@ def _kept_again(
         node_class = classes[node]
         key = first_class, by_first.dimensions, node_class, by_node.dimensions, by_node.bytes
         if key not in known:
-            bytes_at_node = kept_bytes([by_node], node_class.mesh_positions)
-            bytes_at_first = kept_bytes([by_first], first_class.mesh_positions)
+            bytes_at_node = saved_bytes_by_configuration([by_node], node_class.mesh_positions)
+            bytes_at_first = saved_bytes_by_configuration([by_first], first_class.mesh_positions)
             known[key] = (
                 np.maximum(bytes_at_node[None, :] - bytes_at_first[:, None], 0)
                 * stage.kept_micro_batches
@@ -247,7 +250,7 @@ def _kept_again(
     return tuple(found)
 
 
-Solver = Callable[[Tables, float | None], Assignment]
+Solver = Callable[[SplitTables, float | None], Assignment]
 """A function from (tables, memory limit in bytes or None for no limit) to the choice of all
 variables that it finds, with a bound.
 """
@@ -344,7 +347,7 @@ class SplitProblem:
         resized_problem = resized_problem or with_micro_batch_size(
             self.problem, stage.micro_batch_size
         )
-        tables = make_tables(
+        tables = make_split_tables(
             resized_problem, [node for node, _ in self.plans[index].nodes], stage.devices, options
         )
         micro_batches = self.problem.batch_size // stage.micro_batch_size
@@ -383,7 +386,7 @@ class SplitProblem:
         )
 
     def _trials(
-        self, placement: Placement, index: int, tables: Tables, solver: Solver
+        self, placement: Placement, index: int, tables: SplitTables, solver: Solver
     ) -> list[FittedPlacement]:
         """Return one or more placements: `placement` with the splits of stage `index` that `solver`
         finds without a memory limit and, if these do not fit into memory, with the splits that it
@@ -405,7 +408,9 @@ class SplitProblem:
         trials = [with_measured_memory(fastest)]
         limit = min(map(self.problem.memory_of, placement.stages[index].devices))
         previous = limit
-        for bound in _bounds_on_passing(tables, fastest, limit) if trials[0].excess > 0 else ():
+        for bound in (
+            _temporary_memory_bounds(tables, fastest, limit) if trials[0].excess > 0 else ()
+        ):
             if trials[-1].excess <= 0 and previous - bound < _MINIMUM_STEP * limit:
                 break
             previous = bound
@@ -461,7 +466,7 @@ class SplitProblem:
         return FittedPlacement(found, proof, costs[index], *max(excess))
 
 
-def _bounds_on_passing(tables: Tables, assignment: Assignment, limit: int) -> list[int]:
+def _temporary_memory_bounds(tables: SplitTables, assignment: Assignment, limit: int) -> list[int]:
     """Return at most `_BOUNDS` bounds on temporary memory, in descending order of bytes: from the
     temporary memory of `assignment` to the minimum that each choice needs.
 
@@ -520,7 +525,7 @@ Several limits are tried, so the value is short. Five times this value shortens 
 """
 
 
-class Exact:
+class ExactSolver:
     """Exact solver of tables: branch and bound with a dual bound, pruning, and elimination of the
     remaining variables (`solvers/min_sum`).
 
@@ -531,7 +536,7 @@ class Exact:
     def __init__(self, time_limit: float | None) -> None:
         self._end = None if time_limit is None else time.monotonic() + time_limit
 
-    def __call__(self, tables: Tables, limit: float | None) -> Assignment:
+    def __call__(self, tables: SplitTables, limit: float | None) -> Assignment:
         return self.solved(tables.model, limit)
 
     def solved(self, model: MinSum, limit: float | None) -> Assignment:

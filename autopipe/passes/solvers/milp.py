@@ -366,9 +366,9 @@ def solve(
             raise AutopipeError(f"the start values of the integer program are invalid: {violation}")
         best = MilpResult(Status.FEASIBLE, start, model.objective(start))
     if not model.variables:
-        return _checked(model, MilpResult(Status.FEASIBLE, bound=0.0), gap) or MilpResult(
-            Status.INFEASIBLE
-        )
+        return _rounded_and_checked(
+            model, MilpResult(Status.FEASIBLE, bound=0.0), gap
+        ) or MilpResult(Status.INFEASIBLE)
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
@@ -384,7 +384,9 @@ def solve(
             unchecked = _solve_with_pulp(scaled, solver, left_s, gap, nodes, presolve)
         result = None
         if unchecked:
-            result = _checked(model, replace(unchecked, bound=unchecked.bound / scale), gap)
+            result = _rounded_and_checked(
+                model, replace(unchecked, bound=unchecked.bound / scale), gap
+            )
         if result is None or (result.status is Status.INFEASIBLE and best.found):
             continue
         if best.found and best.objective <= result.objective:
@@ -393,7 +395,7 @@ def solve(
     return best
 
 
-def _checked(model: Model, result: MilpResult, gap: float) -> MilpResult | None:
+def _rounded_and_checked(model: Model, result: MilpResult, gap: float) -> MilpResult | None:
     """Return the result with valid values, their cost and their status, or None if its values
     violate a constraint. Values are first rounded to integers and clipped to their bounds. A result
     without values is returned unchanged.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.layout import mesh_axes_of
 from autopipe.ir.placement import Split
-from autopipe.passes.annotations import AxisSplit, Cuts, order_of, splits_over
+from autopipe.passes.annotations import AxisSplit, Cuts, consistent_device_order, splits_over
 from autopipe.passes.frontend.device_annotations import Sharding
 
 DEGREES = st.lists(st.sampled_from([2, 2, 3, 4]), max_size=3)
@@ -61,11 +61,13 @@ def test_an_order_does_for_all_nodes_of_a_stage() -> None:
     listed = Sharding("t", ((0, 4),), ((3,), (1,), (2,), (0,)))
     by_four = AxisSplit("a", 4, (3, 1, 2, 0))
     by_two = AxisSplit("b", 2, (1, 0, 1, 0))
-    assert order_of([listed], [(by_four,), (by_two,)]) == (3, 1, 2, 0)
-    assert order_of([listed], [(by_four,), (AxisSplit("b", 2, (0, 0, 1, 1)),)]) is None
+    assert consistent_device_order([listed], [(by_four,), (by_two,)]) == (3, 1, 2, 0)
+    assert (
+        consistent_device_order([listed], [(by_four,), (AxisSplit("b", 2, (0, 0, 1, 1)),)]) is None
+    )
 
 
 def test_copies_keep_the_order_in_which_they_are_listed() -> None:
-    assert order_of([Sharding("t", (), ((2, 0, 1),))], [()]) == (2, 0, 1)
+    assert consistent_device_order([Sharding("t", (), ((2, 0, 1),))], [()]) == (2, 0, 1)
     halves = Sharding("t", ((0, 2),), ((1, 0), (3, 2)))
-    assert order_of([halves], [(AxisSplit("a", 2, (0, 0, 1, 1)),)]) == (1, 0, 3, 2)
+    assert consistent_device_order([halves], [(AxisSplit("a", 2, (0, 0, 1, 1)),)]) == (1, 0, 3, 2)

@@ -17,7 +17,7 @@ from autopipe.ir.layout import are_even_splits, mesh_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.analysis.operators import op_instances
-from autopipe.passes.annotations import annotated, annotated_constraints, write_annotated
+from autopipe.passes.annotations import annotated_constraints, plan_annotations, write_annotated
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.placement.manual import Manual
 from tests.passes.annotations.models import feed_forward
@@ -74,7 +74,7 @@ def placements(draw: st.DrawFn, graph: Graph, in_order: bool) -> Placement:
 def again(placement: Placement) -> Placement:
     """The placement as it is read from the model that it was written into."""
     model = read()
-    configuration, left_out = annotated(model.graph, placement, model.origins, NAMES)
+    configuration, left_out = plan_annotations(model.graph, placement, model.origins, NAMES)
     assert left_out == ()
     target = folder() / "annotated.onnx"
     write_annotated(model.path, target, configuration)

@@ -11,13 +11,13 @@ from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.explain import (
     Change,
-    cheapest,
-    granted,
+    best_changes,
     move_changes,
     node_report,
     split_changes,
     stage_changes,
-    what_ifs,
+    what_if_requests,
+    what_if_result,
 )
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.placement.explicit import explicit_strategy
@@ -79,8 +79,8 @@ def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Pl
     count = len(problem.graph.nodes)
     tried = 0
     for node in (count // 3, count // 2):
-        splits = cheapest(planned, split_changes(problem, placement, node), wanted=1)
-        moves = cheapest(planned, move_changes(problem, placement, node), wanted=1)
+        splits = best_changes(planned, split_changes(problem, placement, node), wanted=1)
+        moves = best_changes(planned, move_changes(problem, placement, node), wanted=1)
         prices = (*splits, *moves)
         for price in prices:
             if price.step_s is not None:
@@ -92,7 +92,7 @@ def test_prices_of_a_nodes_other_places_are_what_planning_them_gives(planned: Pl
 def test_prices_of_a_stages_other_forms_are_what_planning_them_gives(planned: PlanResult) -> None:
     problem = planned.problem
     placement = planned.plan.placement
-    prices = cheapest(
+    prices = best_changes(
         planned, stage_changes(problem, placement, len(placement.stages) - 1), wanted=2
     )
     assert prices
@@ -116,15 +116,15 @@ def test_a_nodes_report_is_of_its_stage(planned: PlanResult) -> None:
 
 def test_what_helps_is_a_plan_of_the_changed_request(planned: PlanResult) -> None:
     now = planned.plan.summary.samples_per_s
-    for what, request in what_ifs(planned):
+    for what, request in what_if_requests(planned):
         if "bandwidth" in what:
-            found = granted(planned, what, request, again=True)
+            found = what_if_result(planned, what, request, again=True)
             assert found.samples_per_s == make_plan(request).plan.summary.samples_per_s
-            kept = granted(planned, what, request, again=False)
+            kept = what_if_result(planned, what, request, again=False)
             assert kept.samples_per_s is not None
             assert kept.samples_per_s >= now * (1 - 1e-9), "no slower on faster links"
         if "same size" in what:
-            kept = granted(planned, what, request, again=False)
+            kept = what_if_result(planned, what, request, again=False)
             assert kept.samples_per_s is not None
             if planned.plan.summary.schedule != "tessel":
                 assert kept.samples_per_s >= now * (1 - 1e-9), (

@@ -11,7 +11,7 @@ import pytest
 
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph, Parameter
-from autopipe.passes.export import Numbers, write_trained
+from autopipe.passes.export import TensorData, write_trained
 from autopipe.passes.frontend import Model, read_model
 from tests.distributed.support.zoo import SIZES
 from tests.exports.architectures import SEQUENCE
@@ -90,8 +90,8 @@ def drawn(parameter: Parameter, generator: np.random.Generator) -> np.ndarray:
     ).astype(value.dtype.value)
 
 
-def numbers(parameter: Parameter, array: np.ndarray) -> Numbers:
-    return Numbers(parameter.value, lambda box: array[tuple(map(slice, box.starts, box.stops))])
+def numbers(parameter: Parameter, array: np.ndarray) -> TensorData:
+    return TensorData(parameter.value, lambda box: array[tuple(map(slice, box.starts, box.stops))])
 
 
 def structure(graph: Graph) -> object:

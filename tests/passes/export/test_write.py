@@ -15,7 +15,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import TensorSlice
 from autopipe.passes import export as pieces
-from autopipe.passes.export import Numbers, write_trained
+from autopipe.passes.export import TensorData, write_trained
 from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
 from tests.passes.frontend.reference import run
@@ -25,7 +25,7 @@ LIMITS = [1 << 30, 0]
 """Bytes that may stand in the file: all of them, or none but small tensors."""
 
 
-def trained(arrays: Arrays, dtypes: dict[str, DType] | None = None) -> dict[str, Numbers]:
+def trained(arrays: Arrays, dtypes: dict[str, DType] | None = None) -> dict[str, TensorData]:
     """Numbers by name; blocks must be asked for inside of the tensor."""
 
     def reader(array: np.ndarray) -> Callable[[TensorSlice], np.ndarray]:
@@ -38,7 +38,7 @@ def trained(arrays: Arrays, dtypes: dict[str, DType] | None = None) -> dict[str,
         return read
 
     return {
-        name: Numbers(
+        name: TensorData(
             Value(name, (dtypes or {}).get(name, DType(array.dtype.name)), array.shape),
             reader(array),
         )
@@ -240,6 +240,8 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigurationError, match="No space left"):
         write_trained(
-            path, tmp_path / "out.onnx", {"w": Numbers(Value("w", DType.FLOAT32, (30, 40)), read)}
+            path,
+            tmp_path / "out.onnx",
+            {"w": TensorData(Value("w", DType.FLOAT32, (30, 40)), read)},
         )
     assert list(tmp_path.iterdir()) == [path]

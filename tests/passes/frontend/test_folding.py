@@ -13,7 +13,7 @@ import pytest
 
 from autopipe.passes.export import write_trained
 from autopipe.passes.frontend import Model, read_model
-from autopipe.passes.weight_files import layouts_of
+from autopipe.passes.weight_files import module_layouts
 from tests.passes.export.test_write import trained as numbers
 from tests.passes.frontend.building import INT64, floats, node, saved
 from tests.passes.frontend.reference import (
@@ -326,7 +326,7 @@ def test_scales_and_offsets_of_groups_of_channels_are_parameters(
         nodes, {"x": [2, 5, 3, 3]}, held, parameters, folded=folded, calls=calls, target=target
     )
     checked(proto, tmp_path, {"n.weight": held["val_3"], "n.bias": held["val_4"]})
-    layouts = layouts_of(tmp_path / "model.onnx")
+    layouts = module_layouts(tmp_path / "model.onnx")
     assert {name: each.shape for name, each in layouts.items()} == {
         "n.weight": (5,),
         "n.bias": (5,),
@@ -340,7 +340,7 @@ def test_slopes_of_channels_are_a_parameter(tmp_path: Path) -> None:
         folded={"val_3": ["slope"]}, calls={"y": "%x, %p_slope"}, target="prelu",
     )  # fmt: skip
     checked(proto, tmp_path, {"slope": held["val_3"]})
-    assert layouts_of(tmp_path / "model.onnx")["slope"].shape == (5,)
+    assert module_layouts(tmp_path / "model.onnx")["slope"].shape == (5,)
 
 
 def test_a_computed_scale_of_groups_of_channels_is_none_of_the_parameters(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.load import load
-from autopipe.passes.weight_files import are_one_model
+from autopipe.passes.weight_files import are_same_model
 
 
 def save(path: Path, nodes: list[onnx.NodeProto], outputs: list[str]) -> Path:
@@ -142,7 +142,7 @@ def test_an_export_for_evaluation_is_the_same_model(tmp_path: Path) -> None:
     model = onnx.load(str(evaluated))
     del model.graph.initializer[:2]  # An export for evaluation has neither the ratio nor the mode.
     onnx.save(model, str(evaluated))
-    assert are_one_model(one, load(evaluated)) and are_one_model(load(evaluated), one)
+    assert are_same_model(one, load(evaluated)) and are_same_model(load(evaluated), one)
     for other in (
         [batch_norm("x", "bn", training=False), helper.make_node("Tanh", ["bn"], ["y"])],
         [batch_norm("x", "bn", training=False), relu[1], helper.make_node("Relu", ["y"], ["z"])],
@@ -153,4 +153,4 @@ def test_an_export_for_evaluation_is_the_same_model(tmp_path: Path) -> None:
         ],
     ):
         outputs = ["z" if other[-1].output[0] == "z" else "y"]
-        assert not are_one_model(one, load(save(tmp_path / "other.onnx", other, outputs)))
+        assert not are_same_model(one, load(save(tmp_path / "other.onnx", other, outputs)))

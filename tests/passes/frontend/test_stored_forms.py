@@ -20,7 +20,7 @@ from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.frontend.protobuf_scan import GRAPH_INITIALIZER, MODEL_GRAPH, frame_payload
-from autopipe.passes.weight_files import matched_weights
+from autopipe.passes.weight_files import match_weights
 from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor
 from tests.passes.frontend.building import FLOAT, floats
 from tests.passes.frontend.reference import run
@@ -134,7 +134,7 @@ def test_listed_numbers_are_weights_for_another_model(tmp_path: Path, size: str)
     path, array = _file(tmp_path, "float16", COLUMNS[size], raw=False, in_node=False)
     (tmp_path / "other").mkdir()
     other, _ = _file(tmp_path / "other", "float16", COLUMNS[size], raw=True, in_node=False)
-    numbers = matched_weights(path, other).numbers["w"]
+    numbers = match_weights(path, other).numbers["w"]
     np.testing.assert_array_equal(numbers.read(full_slice(array.shape)), array)
 
 

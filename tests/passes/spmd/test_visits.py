@@ -1,8 +1,8 @@
 """Tests of the order in which chains of stages use the groups of devices."""
 
-from autopipe.passes.sharding.regions import devices_of_chain
+from autopipe.passes.sharding.regions import stage_groups
 
 
 def test_chunks_visit_each_device_equally_often() -> None:
-    assert devices_of_chain((2, 3), 3, style="loop") == (2, 3, 2, 3, 2, 3)
-    assert devices_of_chain((2, 3), 3, style="v") == (2, 3, 3, 2, 2, 3)
+    assert stage_groups((2, 3), 3, style="loop") == (2, 3, 2, 3, 2, 3)
+    assert stage_groups((2, 3), 3, style="v") == (2, 3, 3, 2, 2, 3)

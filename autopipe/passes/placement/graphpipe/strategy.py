@@ -37,7 +37,7 @@ from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_constraints_met
-from autopipe.passes.sharding.search import Exact, SplitProblem
+from autopipe.passes.sharding.search import ExactSolver, SplitProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def split_stages_by_pase(problem: Problem, placement: Placement) -> Placement:
     )
     required = _required_splits(problem, placement)
     inside = SplitProblem(problem, placement, required)
-    solver = Exact(problem.time_limit)
+    solver = ExactSolver(problem.time_limit)
     fixed: dict[int, Stage] = {}
     found: dict[int, Stage] = {}
     for index, stage in enumerate(placement.stages):

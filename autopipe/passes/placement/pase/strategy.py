@@ -42,9 +42,9 @@ from autopipe.passes.placement.pase.paper_search import (
 from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, constrained_stages
-from autopipe.passes.sharding.search import Exact, Solver, Tables, split_stages
+from autopipe.passes.sharding.search import ExactSolver, Solver, SplitTables, split_stages
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
-from autopipe.passes.solvers.min_sum.metropolis import walk
+from autopipe.passes.solvers.min_sum.metropolis import random_walk
 
 
 def place_in_stages(
@@ -126,7 +126,7 @@ _CLOSE = 1e-6
 """Relative gap between cost and lower bound up to which a solution counts as optimal."""
 
 
-def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
+def solve_overlapped(tables: SplitTables, solve: Callable[[MinSum], Assignment]) -> Assignment:
     """Return the best choice of splits if the gradient all-reduce overlaps with the backward of the
     last micro-batch.
 
@@ -267,7 +267,7 @@ class Pase:
         Raise InfeasibleError if no placement fits into memory (with the minimum excess), or if the
         tables of solver `elimination` become too large.
         """
-        exact = Exact(problem.time_limit)
+        exact = ExactSolver(problem.time_limit)
         if self.search_space == "paper":
             found = find_strategy(
                 make_paper_tables(problem), lambda model: self._solve(model, None, exact)
@@ -277,7 +277,7 @@ class Pase:
                 with_required_recomputation(problem, paper_placement(problem, found)), proof=proof
             )
 
-        def solver(tables: Tables, limit: float | None) -> Assignment:
+        def solver(tables: SplitTables, limit: float | None) -> Assignment:
             """Return the best assignment of splits for a stage, within `limit` bytes unless it is
             None.
             """
@@ -293,7 +293,7 @@ class Pase:
 
         return best_group_order(problem, place) if self.stages > 1 else place(problem)
 
-    def _solve(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
+    def _solve(self, model: MinSum, limit: float | None, exact: ExactSolver) -> Assignment:
         """Return the assignment that the solver of option `solver` finds, within `limit` bytes
         unless it is None.
         """
@@ -344,7 +344,7 @@ class BreadthFirst(_OneStageBaseline):
         tables become too large (with their size), or if the placement does not fit into memory.
         """
 
-        def solver(tables: Tables, limit: float | None) -> Assignment:
+        def solver(tables: SplitTables, limit: float | None) -> Assignment:
             """Return the best assignment of splits. Raise InfeasibleError if there is a memory
             limit.
             """
@@ -403,15 +403,15 @@ class Mcmc(_OneStageBaseline):
         visited placement fits into memory.
         """
 
-        def walk_splits(tables: Tables, limit: float | None) -> Assignment:
+        def walk_splits(tables: SplitTables, limit: float | None) -> Assignment:
             """Return the best assignment of splits that the walk visits, within `limit` bytes
             unless it is None.
             """
             # The variables of values that several nodes read come after the variables of the nodes.
             # They are not changed at random, but follow the choices of their neighbours (see
-            # `Tables`).
+            # `SplitTables`).
             followers = len(tables.model.costs) - len(tables.nodes)
-            return walk(
+            return random_walk(
                 tables.model,
                 [*_data_parallel_choice(problem, tables), *[0] * followers],
                 iterations=self.iterations,
@@ -424,7 +424,7 @@ class Mcmc(_OneStageBaseline):
         return replace(place_in_stages(problem, 1, walk_splits), proof=None)
 
 
-def _data_parallel_choice(problem: Problem, tables: Tables) -> list[int]:
+def _data_parallel_choice(problem: Problem, tables: SplitTables) -> list[int]:
     """Return, for each node, the number of the permitted configuration that splits its samples the
     most and no other axis. If all permitted configurations split another axis, the first of them is
     returned, or 0 if none is permitted.

@@ -38,9 +38,9 @@ from autopipe.passes.partition.downsets import Downsets, Figures, NestedPairs
 from autopipe.passes.sharding.regions import (
     NodeSplits,
     ReplicatedGraph,
-    group_splits,
+    megatron_splits,
     replicated_graph,
-    with_samples_split,
+    with_sample_splits,
 )
 
 
@@ -84,7 +84,7 @@ def stage_parallelisms(
             continue
         network = replicated_graph(graph, replicas, samples)
         found = [
-            _self_contained_splits(network, nodes, group_splits(network, tensor, nodes))
+            _self_contained_splits(network, nodes, megatron_splits(network, tensor, nodes))
             for nodes in blocks.nodes
         ]
         if tensor > 1 and not any(found):
@@ -94,7 +94,7 @@ def stage_parallelisms(
         pairs = zip(blocks.nodes, found, strict=True)
         try:
             splits = tuple(
-                with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs
+                with_sample_splits(samples, nodes, replicas, own) for nodes, own in pairs
             )
         except InfeasibleError:
             # The samples of some node cannot be divided evenly among this number of replicas.

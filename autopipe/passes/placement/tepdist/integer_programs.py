@@ -25,7 +25,7 @@ from autopipe.passes.solvers.min_sum.model import (
     absorb_fixed_nodes,
     add_memory_cost,
     all_configurations,
-    all_forbidden,
+    all_forbidden_error,
     configurations_at,
     restrict,
 )
@@ -175,7 +175,7 @@ def _subtract_minimum(costs: Array) -> tuple[float, Array]:
     """
     least = float(costs.min())
     if math.isinf(least):
-        raise all_forbidden()
+        raise all_forbidden_error()
     return least, np.where(np.isfinite(costs), costs - least, 0.0)
 
 

@@ -22,7 +22,7 @@ from autopipe.passes.placement.tepdist.levels import Level
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import SplitProblem, make_tables
+from autopipe.passes.sharding.search import SplitProblem, make_split_tables
 
 _ROUNDS = 2
 """Maximum number of times that stages with equal keys are fitted into memory. After the first time,
@@ -199,7 +199,7 @@ class IntraStageSearch:
         nodes = [node for node, _ in inside.plans[index].nodes]
         key = self.stage_key(nodes, stage.devices, options)
         if key not in self._found:
-            tables = make_tables(self.problem, nodes, stage.devices, options)
+            tables = make_split_tables(self.problem, nodes, stage.devices, options)
             answer = self.solver(tables, None)
             chosen = dict(tables.splits(answer.choice))
             proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
@@ -291,7 +291,7 @@ class IntraStageSearch:
         configuration with the least memory.
         """
         nodes = [node for node, _ in inside.plans[index].nodes]
-        tables = make_tables(
+        tables = make_split_tables(
             self.problem, nodes, plain.placement.stages[index].devices, inside.options[index]
         )
         persistent = sum(int(each.min()) for each in tables.model.memory or ())

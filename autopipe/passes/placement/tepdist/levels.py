@@ -43,7 +43,7 @@ from autopipe.passes.placement.tepdist.segments import (
     variable_ranks,
     without_cones,
 )
-from autopipe.passes.sharding.search import Tables
+from autopipe.passes.sharding.search import SplitTables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Incumbent
 from autopipe.passes.solvers.min_sum.memory_limit import HullEdge
@@ -53,8 +53,8 @@ from autopipe.passes.solvers.min_sum.model import (
     add_memory_cost,
     all_configurations,
     memory_as_cost,
-    recount,
     restrict,
+    with_recomputed_cost,
 )
 from autopipe.passes.solvers.pulp_client import AUTO
 
@@ -176,8 +176,8 @@ class MemoryLimitSearch(Incumbent):
 
 
 class Level(ABC):
-    """A solver of `Tables`: finds a choice of minimum cost. It may run for `time_limit` seconds
-    after its construction, and then returns the best choice so far.
+    """A solver of `SplitTables`: finds a choice of minimum cost. It may run for `time_limit`
+    seconds after its construction, and then returns the best choice so far.
 
     `solver` is the integer-program solver (a name of `pulp_client.SOLVER_NAMES`).
     """
@@ -197,7 +197,7 @@ class Level(ABC):
         other._enough = cost
         return other
 
-    def __call__(self, tables: Tables, limit: float | None) -> Assignment:
+    def __call__(self, tables: SplitTables, limit: float | None) -> Assignment:
         """Return the cheapest choice that is found, within `limit` bytes unless it is None.
 
         Its cost and memory are computed in the model of `tables`. If no choice fits, the result has
@@ -210,22 +210,22 @@ class Level(ABC):
         if not model.costs:
             return Assignment((), 0.0, 0.0, proven=True, memory=0)
         if limit is None:
-            return recount(self.cheapest(model), model)
+            return with_recomputed_cost(self.cheapest(model), model)
         # The choice of minimum memory is found faster than the choice of minimum cost, and shows
         # whether the limit can be met.
         smallest = self.cheapest(memory_as_cost(model))
-        fitting = recount(replace(smallest, proven=False), model)
+        fitting = with_recomputed_cost(replace(smallest, proven=False), model)
         infeasible = replace(fitting, bound=fitting.cost, proven=smallest.proven, fits=False)
         if fitting.memory > limit and smallest.proven:
             return infeasible
-        free = recount(self.cheapest(model), model)
+        free = with_recomputed_cost(self.cheapest(model), model)
         if free.memory <= limit:
             return free
         if fitting.memory > limit:
             return infeasible
         if free.bound >= self._enough:
             return replace(fitting, bound=free.bound)
-        return recount(
+        return with_recomputed_cost(
             self.within_memory(
                 model, self._search_byte_costs(model, HullEdge(limit, free, fitting))
             ),
@@ -254,7 +254,7 @@ class Level(ABC):
             if answer.bound - rate * limit > found.bound:
                 found.rate = rate
                 found.bound = float(answer.bound) - rate * limit
-            point = recount(answer, model)
+            point = with_recomputed_cost(answer, model)
             if not edge.is_improved_by(point.cost + rate * point.memory, rate):
                 break
             edge.move(point)

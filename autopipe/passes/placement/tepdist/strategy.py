@@ -31,7 +31,7 @@ from autopipe.passes.analysis.constraints import (
     required_micro_batch_sizes,
     resolve_constraints,
 )
-from autopipe.passes.batching import Division, climb, divisors
+from autopipe.passes.batching import Division, divisors, hill_climb
 from autopipe.passes.cost.measured import with_micro_batch_size
 from autopipe.passes.cost.memory import parameter_state
 from autopipe.passes.cost.memory_check import (
@@ -363,7 +363,7 @@ class OuterSearch:
             mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes
         }
         for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
-            climb(counts, seconds.index(min(seconds)), partial(self._try_mesh, mesh))
+            hill_climb(counts, seconds.index(min(seconds)), partial(self._try_mesh, mesh))
         if self.best is None:
             # Prefer an InfeasibleError; otherwise raise the error of the mesh with the shortest
             # estimate.
@@ -383,7 +383,7 @@ class OuterSearch:
 
     def _try_mesh(self, mesh: Mesh, count: int) -> float | None:
         """Try one mesh with `count` micro-batches, store the trial, and return the seconds of its
-        best step for the function `climb`.
+        best step for the function `hill_climb`.
 
         Return None if the trial is infeasible, because smaller micro-batches may still fit into
         memory. Return infinity if the mesh cannot improve on the best step.

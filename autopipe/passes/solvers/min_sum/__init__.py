@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from autopipe.passes.solvers.min_sum.branch_and_bound import ReducedStart
 from autopipe.passes.solvers.min_sum.elimination import TableTooLargeError, eliminate
-from autopipe.passes.solvers.min_sum.memory_limit import solve_within
+from autopipe.passes.solvers.min_sum.memory_limit import solve_within_limit
 from autopipe.passes.solvers.min_sum.model import (
     DEFAULT_WORK_S,
     Assignment,
@@ -32,7 +32,7 @@ from autopipe.passes.solvers.min_sum.model import (
     MinSum,
     Number,
     merge_edges,
-    recount,
+    with_recomputed_cost,
 )
 
 __all__ = ["Assignment", "Edge", "MinSum", "TableTooLargeError", "eliminate", "solve"]
@@ -57,5 +57,5 @@ def solve(
     simple = merge_edges(model)
     result = ReducedStart(simple, budget).solve(budget)
     if memory_limit is not None and result.memory > memory_limit:
-        result = solve_within(simple, memory_limit, result, budget)
-    return recount(result, model)
+        result = solve_within_limit(simple, memory_limit, result, budget)
+    return with_recomputed_cost(result, model)

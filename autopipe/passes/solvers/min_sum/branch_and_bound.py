@@ -23,12 +23,12 @@ import numpy as np
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.elimination import (
     MAX_BYTES,
-    eliminate_in,
+    eliminate_in_order,
     elimination_size,
     neighbours,
-    reduced,
-    smallest_table,
-    with_choice,
+    reduce_model,
+    smallest_table_order,
+    undecided_graph,
 )
 from autopipe.passes.solvers.min_sum.model import (
     BLOCK_ENTRIES,
@@ -42,7 +42,7 @@ from autopipe.passes.solvers.min_sum.model import (
     Number,
     absorb_fixed_nodes,
     all_configurations,
-    all_forbidden,
+    all_forbidden_error,
     configurations_at,
     index_blocks,
     reported_bound,
@@ -429,13 +429,15 @@ class Objective(Incumbent):
             threshold = low + fraction * (top - low)
             positions = part.within(threshold)
             sizes = [len(of_node) for of_node in positions]
-            around = with_choice(part.around, sizes)
-            order = smallest_table(around, sizes)
+            around = undecided_graph(part.around, sizes)
+            order = smallest_table_order(around, sizes)
             entries, needed = elimination_size(around, sizes, order)
             if needed <= work and 8 * entries <= MAX_BYTES:
                 kept = part.at(positions)
                 with suppress(InfeasibleError):
-                    found = eliminate_in(absorb_fixed_nodes(restrict(self.model, kept)), order)
+                    found = eliminate_in_order(
+                        absorb_fixed_nodes(restrict(self.model, kept)), order
+                    )
                     self.offer(configurations_at(kept, found.choice))
                 return self.cutoff if fraction == 1.0 else min(threshold, self.cutoff), needed
         return low, 0.0
@@ -507,7 +509,7 @@ def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> 
 
 class ReducedStart:
     """The first part of a search: a merged model from which nodes with at most two neighbours were
-    eliminated (`reduced`).
+    eliminated (`reduce_model`).
     """
 
     def __init__(self, model: MinSum, budget: Budget) -> None:
@@ -515,7 +517,7 @@ class ReducedStart:
         model has no allowed configuration.
         """
         self._model = model
-        self.reduction = reduced(model, sum(edge.costs.size for edge in model.edges))
+        self.reduction = reduce_model(model, sum(edge.costs.size for edge in model.edges))
         budget.spend(self.reduction.work)
         self.part = Subproblem(self.reduction.model, all_configurations(self.reduction.model))
 
@@ -528,7 +530,7 @@ class ReducedStart:
         bound = search(self.part, goal, budget)
         proven = bound >= goal.cutoff
         if proven and math.isinf(goal.cost):
-            raise all_forbidden()
+            raise all_forbidden_error()
         choice = self.reduction.expanded(goal.choice)
         cost = self._model.cost_of(choice)
         return Assignment(

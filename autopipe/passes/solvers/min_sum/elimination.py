@@ -12,8 +12,8 @@ order. F_i is a factor of the remaining nodes. Going through the order backwards
 configuration of v(i) follows from those of D(i).
 
 With K configurations per node, an elimination takes O(K^(1 + max |D(i)|)) time per node. The
-elimination of a node with one or two neighbours leaves a vector or a matrix. `reduced` eliminates
-such nodes first, and computes the tables of several equal layers once.
+elimination of a node with one or two neighbours leaves a vector or a matrix. `reduce_model`
+eliminates such nodes first, and computes the tables of several equal layers once.
 
 Example: in a chain a - b - c, eliminating a leaves a vector over b, eliminating b a vector over c.
 The minimum of the last vector is the minimum cost.
@@ -40,10 +40,10 @@ from autopipe.passes.solvers.min_sum.model import (
     MinSum,
     ResultCache,
     absorb_fixed_nodes,
-    all_forbidden,
+    all_forbidden_error,
     index_blocks,
     merge_edges,
-    recount,
+    with_recomputed_cost,
 )
 
 Neighbours: TypeAlias = list[set[int]]
@@ -60,7 +60,7 @@ def neighbours(model: MinSum) -> Neighbours:
     return neighbours_of
 
 
-def with_choice(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
+def undecided_graph(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
     """Return the graph without the edges of nodes that have a single configuration. `sizes`
     contains the number of configurations of each node.
     """
@@ -70,7 +70,7 @@ def with_choice(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
     ]
 
 
-def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
+def breadth_first_order(neighbours_of: Neighbours) -> tuple[int, ...]:
     """Return the nodes in breadth-first order, which starts at the node with the lowest index of
     each connected component.
     """
@@ -87,7 +87,7 @@ def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
     return tuple(order)
 
 
-def generate_seq(neighbours_of: Neighbours) -> tuple[int, ...]:
+def generate_seq_order(neighbours_of: Neighbours) -> tuple[int, ...]:
     """Return the elimination order of GenerateSeq (PaSE, section III-B): the next node is the one
     with the fewest neighbours among the remaining nodes (the smallest dependent set); ties go to
     the lowest index.
@@ -97,23 +97,23 @@ def generate_seq(neighbours_of: Neighbours) -> tuple[int, ...]:
     )
 
 
-def min_fill(neighbours_of: Neighbours) -> tuple[int, ...]:
+def min_fill_order(neighbours_of: Neighbours) -> tuple[int, ...]:
     """Return an elimination order in which the next node is the one whose elimination adds the
     fewest edges between its neighbours; ties go to the lowest index.
     """
 
-    def fill(graph: Neighbours, node: int) -> int:
+    def missing_edges(graph: Neighbours, node: int) -> int:
         """Return the number of pairs of neighbours of `node` that have no edge."""
         return sum(two not in graph[one] for one, two in combinations(graph[node], 2))
 
     return _greedy_order(
         neighbours_of,
-        fill,
+        missing_edges,
         lambda graph, connected: connected.union(*(graph[node] for node in connected)),
     )
 
 
-def smallest_table(neighbours_of: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
+def smallest_table_order(neighbours_of: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return an elimination order in which the next node is the one whose elimination leaves the
     smallest table; ties go to the lowest index. `sizes` contains the number of configurations of
     each node.
@@ -169,9 +169,9 @@ def _eliminate_from_graph(graph: Neighbours, node: int) -> set[int]:
 
 
 ORDERINGS: dict[str, Callable[[Neighbours], tuple[int, ...]]] = {
-    "generate_seq": generate_seq,
-    "breadth_first": breadth_first,
-    "min_fill": min_fill,
+    "generate_seq": generate_seq_order,
+    "breadth_first": breadth_first_order,
+    "min_fill": min_fill_order,
 }
 
 
@@ -228,10 +228,14 @@ def eliminate(
             f"elimination ordering {ordering!r} is unknown",
             hint=f"use one of {', '.join(ORDERINGS)}",
         )
-    return recount(eliminate_in(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model)
+    return with_recomputed_cost(
+        eliminate_in_order(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model
+    )
 
 
-def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
+def eliminate_in_order(
+    model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES
+) -> Assignment:
     """Return the cheapest choice of a merged model, by eliminating its nodes in the order `order`.
 
     Each node has a bucket, a list of factors. A factor is stored in the bucket of the first of its
@@ -275,7 +279,7 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     choice = tuple(best[node] for node in range(len(order)))
     cost = model.cost_of(choice)
     if math.isinf(cost):
-        raise all_forbidden()
+        raise all_forbidden_error()
     return Assignment(choice, cost, cost, proven=True, memory=model.memory_of(choice))
 
 
@@ -314,7 +318,7 @@ def minimum_of_sum(tables: list[Array]) -> Array:
     minimum = np.empty(shape[1:], np.result_type(*tables))
     inner = math.prod(shape[2:])
 
-    def current(table: Array) -> Array:
+    def current_part(table: Array) -> Array:
         """Return the part of `table` at the indices `rows` of axis 0 and `block` of axis 1, which
         the loops below set. An axis of size 1 is broadcast, so it is returned in full.
         """
@@ -326,9 +330,9 @@ def minimum_of_sum(tables: list[Array]) -> Array:
     for block in index_blocks(shape[1], inner):
         best = minimum[block]
         for rows in index_blocks(shape[0], inner * (block.stop - block.start)):
-            total = current(tables[0])
+            total = current_part(tables[0])
             for table in tables[1:]:
-                total = total + current(table)
+                total = total + current_part(table)
             if rows.start == 0:
                 np.min(total, axis=0, out=best)
             else:
@@ -446,7 +450,7 @@ class Reduction:
         return tuple(best[node] for node in range(len(best)))
 
 
-def reduced(model: MinSum, work: float) -> Reduction:
+def reduce_model(model: MinSum, work: float) -> Reduction:
     """Return the reduction of a merged model from which nodes with one or two neighbours are
     eliminated. The smaller model has no memory.
 
@@ -459,14 +463,14 @@ def reduced(model: MinSum, work: float) -> Reduction:
     edges = ((edge.source, edge.target, edge.costs) for edge in model.edges)
     contraction = Contraction(model.costs, edges, np.transpose, partial(cache, np.add))
 
-    def sums(node: int) -> int:
+    def sum_count(node: int) -> int:
         """Return the number of sums that the elimination of `node` would form."""
         return math.prod(
             len(contraction.node_tables[other])
             for other in (node, *contraction.neighbours_of[node])
         )
 
-    priority = {node: (0, sums(node)) for node in range(len(model.costs))}
+    priority = {node: (0, sum_count(node)) for node in range(len(model.costs))}
     heap = [(*priority[node], node) for node in priority]
     heapify(heap)
     spent = 0
@@ -479,7 +483,7 @@ def reduced(model: MinSum, work: float) -> Reduction:
         ):
             continue
         tables = contraction.tables(node)
-        needed = 0 if cache.knows(_minimum_over_node, *tables) else sums(node)
+        needed = 0 if cache.knows(_minimum_over_node, *tables) else sum_count(node)
         if spent + needed > work:
             break
         spent += needed
@@ -487,7 +491,7 @@ def reduced(model: MinSum, work: float) -> Reduction:
         ends = contraction.eliminate(node, cache(_minimum_over_node, *tables))
         eliminated.append(Eliminated(node, ends, tables))
         for end in ends:
-            priority[end] = (max(changes, priority[end][0]) + 1, sums(end))
+            priority[end] = (max(changes, priority[end][0]) + 1, sum_count(end))
             heappush(heap, (*priority[end], end))
     nodes, links = contraction.remaining()
     smaller = MinSum(tuple(contraction.node_tables.values()), tuple(Edge(*each) for each in links))

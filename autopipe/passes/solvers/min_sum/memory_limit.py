@@ -27,7 +27,7 @@ from autopipe.passes.solvers.min_sum.branch_and_bound import (
     Subproblem,
     search,
 )
-from autopipe.passes.solvers.min_sum.elimination import smallest_table, with_choice
+from autopipe.passes.solvers.min_sum.elimination import smallest_table_order, undecided_graph
 from autopipe.passes.solvers.min_sum.model import (
     Array,
     Assignment,
@@ -253,7 +253,7 @@ class LabelPruning:
         return keys
 
 
-def eliminate_within(
+def eliminate_with_labels(
     model: MinSum, order: Sequence[int], pruning: LabelPruning, pair_bounds: Sequence[Array]
 ) -> tuple[int, ...] | None:
     """Return the cheapest choice within the memory limit whose relaxed cost is below the final
@@ -263,14 +263,14 @@ def eliminate_within(
     per edge, with a lower bound for each pair of configurations: on the relaxed cost of all choices
     that contain both.
 
-    As in `eliminate_in`, each node has a bucket, and a list of labels is stored in the bucket of
-    the first of its nodes in `order`. When a node is eliminated, the lists in its bucket are
+    As in `eliminate_in_order`, each node has a bucket, and a list of labels is stored in the bucket
+    of the first of its nodes in `order`. When a node is eliminated, the lists in its bucket are
     joined, and the result moves on to the bucket of its next node.
     """
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
 
-    def add(
+    def add_labels(
         nodes: tuple[int, ...],
         costs: Array,
         memory: Array | None,
@@ -295,7 +295,7 @@ def eliminate_within(
         buckets[min(nodes, key=position.__getitem__)].append(front)
 
     for node, minimum_bytes in enumerate(model.minimum_memory()):
-        add(
+        add_labels(
             (node,),
             model.costs[node],
             model.node_memory[node],
@@ -303,7 +303,7 @@ def eliminate_within(
             minimum_bytes,
         )
     for edge, configuration_bounds in zip(model.edges, pair_bounds, strict=True):
-        add((edge.source, edge.target), edge.costs, edge.memory, configuration_bounds, 0)
+        add_labels((edge.source, edge.target), edge.costs, edge.memory, configuration_bounds, 0)
     below: dict[int, ParetoFront] = {}
     zero = np.zeros(1, np.int64)
     roots = ParetoFront({}, zero, zero, np.full(1, -np.inf), {}, 0)
@@ -398,8 +398,8 @@ class MemoryLimitedObjective(Objective):
             threshold=threshold + 2 * part.dual.rounding,
         )
         pair_bounds = [pair for pair in restricted.dual.pair_bounds() if 1 not in pair.shape]
-        order = smallest_table(with_choice(restricted.around, sizes), sizes)
-        found = eliminate_within(model, order, pruning, pair_bounds)
+        order = smallest_table_order(undecided_graph(restricted.around, sizes), sizes)
+        found = eliminate_with_labels(model, order, pruning, pair_bounds)
         if found:
             self.offer(configurations_at(restricted.kept, found))
         return max(
@@ -424,7 +424,9 @@ SWEEP_ROUNDS = 3
 """Number of times that the reduced model is swept forward and backward before the final search."""
 
 
-def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
+def solve_within_limit(
+    model: MinSum, limit: Number, free: Assignment, budget: Budget
+) -> Assignment:
     """Return the cheapest choice of a merged model that needs at most `limit` bytes, or the choice
     with the smallest memory found if none fits.
 

@@ -13,7 +13,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers.min_sum.model import Assignment, Edge, MinSum, merge_edges
 
 
-def walk(
+def random_walk(
     model: MinSum,
     start: Sequence[int],
     *,
@@ -101,7 +101,7 @@ class _Walker:
         """Accept or reject configuration `proposed` for `node`. If it is accepted, change the
         current choice and return True; otherwise return False.
 
-        `scale` is the t of `walk`, a cost. `chance` is a random number from 0 to 1.
+        `scale` is the t of `random_walk`, a cost. `chance` is a random number from 0 to 1.
         """
         if proposed == self.choice[node]:
             return False

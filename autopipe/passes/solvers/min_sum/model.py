@@ -143,7 +143,7 @@ class MinSum:
         int if all costs are integers.
         """
         parts = [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
-        return _total(
+        return _exact_sum(
             parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges]
         )
 
@@ -157,7 +157,7 @@ class MinSum:
         ]
         if self.memory is not None:
             parts += [memory[x] for memory, x in zip(self.memory, choice, strict=True)]
-        return _total(parts)
+        return _exact_sum(parts)
 
     def minimum_memory(self) -> list[Number]:
         """Return, for each node, the minimum of the bytes of its configurations, without the bytes
@@ -172,7 +172,7 @@ class MinSum:
         return sum(sizes[edge.source] * sizes[edge.target] for edge in self.edges)
 
 
-def _total(parts: list[Any]) -> Number:
+def _exact_sum(parts: list[Any]) -> Number:
     """Return the sum of NumPy numbers: an exact int if all are integers, otherwise a correctly
     rounded float.
     """
@@ -181,7 +181,7 @@ def _total(parts: list[Any]) -> Number:
     return math.fsum(float(part) for part in parts)
 
 
-def all_forbidden() -> InfeasibleError:
+def all_forbidden_error() -> InfeasibleError:
     """Return the error for a model in which every choice is forbidden."""
     return InfeasibleError(
         "every choice contains a forbidden configuration or a forbidden pair of configurations"
@@ -232,22 +232,24 @@ def restrict(model: MinSum, kept: KeptConfigurations) -> MinSum:
         for keep, costs in zip(kept, model.costs, strict=True)
     ]
 
-    def vectors(arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def restricted_vectors(arrays: Sequence[Array]) -> tuple[Array, ...]:
         """Return the vector of each node, restricted to the node's kept configurations."""
         pairs = zip(arrays, indices, strict=True)
         return tuple(array if keep is None else once(np.take, array, keep) for array, keep in pairs)
 
-    def taken(array: Array, rows: Array | None, columns: Array | None) -> Array:
+    def restricted_matrix(array: Array, rows: Array | None, columns: Array | None) -> Array:
         """Return these rows and columns of a matrix; None means all."""
         found = array if rows is None else array.take(rows, 0)
         return found if columns is None else found.take(columns, 1)
 
     edges = tuple(
-        edge.map_arrays(once, taken, indices[edge.source], indices[edge.target])
+        edge.map_arrays(once, restricted_matrix, indices[edge.source], indices[edge.target])
         for edge in model.edges
     )
     return MinSum(
-        vectors(model.costs), edges, None if model.memory is None else vectors(model.memory)
+        restricted_vectors(model.costs),
+        edges,
+        None if model.memory is None else restricted_vectors(model.memory),
     )
 
 
@@ -363,7 +365,7 @@ def reported_bound(lower_bound: float, cost: Number, proven: bool) -> Number:
     )
 
 
-def recount(result: Assignment, model: MinSum) -> Assignment:
+def with_recomputed_cost(result: Assignment, model: MinSum) -> Assignment:
     """Return the result with the cost and memory that its choice has in `model`. The solver
     computed them in a transformed model, whose rounding errors differ.
     """
@@ -495,5 +497,5 @@ class AllowedConfigurations:
                         remaining[node] = remaining[node][has_pair]
                         changed = True
         if not all(len(keep) for keep in remaining):
-            raise all_forbidden()
+            raise all_forbidden_error()
         return remaining

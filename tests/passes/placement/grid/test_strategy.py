@@ -27,7 +27,7 @@ from autopipe.passes.placement.grid import (
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import DualPipe, ZeroBubbleV
-from autopipe.passes.sharding.regions import graph_group_splits
+from autopipe.passes.sharding.regions import graph_megatron_splits
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -82,7 +82,7 @@ def test_tensor_devices_hold_equal_parts_of_every_matrix(samples: int) -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 def test_positions_that_the_graph_fixes_are_not_shared(samples: int) -> None:
     graph, _ = small_graph("gpt", samples)
-    splits = graph_group_splits(graph, 1, 2)
+    splits = graph_megatron_splits(graph, 1, 2)
     lookups = {
         each.inputs[0]: splits.get(node)
         for node, each in enumerate(graph.nodes)

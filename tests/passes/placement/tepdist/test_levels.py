@@ -12,7 +12,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.passes.placement.tepdist.levels import O2, O3, O4, Level
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import Tables, make_tables
+from autopipe.passes.sharding.search import SplitTables, make_split_tables
 from autopipe.passes.solvers.min_sum import MinSum, solve
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.placement.pase.paper.models import model_graph, problem_of
@@ -21,9 +21,9 @@ from tests.passes.placement.pase.random_graphs import graphs
 LEVELS = (O2, O3, O4)
 
 
-def tables_of(model: MinSum) -> Tables:
+def tables_of(model: MinSum) -> SplitTables:
     """Tables of a bare model; levels look at nothing else."""
-    return Tables((), (), model, (), (), (), ())
+    return SplitTables((), (), model, (), (), (), ())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -80,7 +80,7 @@ def min_memory(model: MinSum) -> float:
 @given(graphs())
 def test_small_graphs_are_split_as_the_exact_search_does(level: type[Level], graph: Graph) -> None:
     given = problem(graph, cluster(4, 2))
-    tables = make_tables(
+    tables = make_split_tables(
         given, range(len(graph.nodes)), (0, 1, 2, 3), StageOptions(given=frozenset(graph.outputs))
     )
     assert level()(tables, None).cost == pytest.approx(solve(tables.model).cost, rel=1e-9)
@@ -91,7 +91,7 @@ def test_small_graphs_are_split_as_the_exact_search_does(level: type[Level], gra
 def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: str) -> None:
     given = problem_of(model_graph(model, 8), 4)
     terms = StageOptions(given=frozenset(given.graph.outputs))
-    tables = make_tables(given, range(len(given.graph.nodes)), tuple(range(4)), terms)
+    tables = make_split_tables(given, range(len(given.graph.nodes)), tuple(range(4)), terms)
     answer = level()(tables, None)
     assert answer.cost == pytest.approx(solve(tables.model).cost, rel=1e-9)
     assert answer.gap <= 1e-9
@@ -100,7 +100,7 @@ def test_networks_are_split_as_the_exact_search_does(level: type[Level], model: 
 @pytest.mark.parametrize("level", LEVELS)
 def test_within_memory_a_network_is_split_close_to_the_bound(level: type[Level]) -> None:
     given = problem_of(model_graph("alexnet", 8), 4)
-    tables = make_tables(
+    tables = make_split_tables(
         given,
         range(len(given.graph.nodes)),
         tuple(range(4)),

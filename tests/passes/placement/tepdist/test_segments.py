@@ -16,7 +16,7 @@ from autopipe.passes.placement.tepdist.segments import (
     variable_ranks,
 )
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import make_tables
+from autopipe.passes.sharding.search import make_split_tables
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
 from autopipe.passes.solvers.min_sum.model import (
     absorb_fixed_nodes,
@@ -123,7 +123,9 @@ def test_equal_layers_are_solved_once() -> None:
     for size in ("125m", "1.3b"):
         graph = model_graph("gpt", 8, size)
         terms = StageOptions(given=frozenset({"loss"}))
-        tables = make_tables(problem_of(graph, 4), range(len(graph.nodes)), tuple(range(4)), terms)
+        tables = make_split_tables(
+            problem_of(graph, 4), range(len(graph.nodes)), tuple(range(4)), terms
+        )
         cones = fill_cones(tables.model)
         parts = divide_into_segments(cones.model, variable_ranks(tables.model)[list(cones.roots)])
         kept = all_configurations(cones.model)

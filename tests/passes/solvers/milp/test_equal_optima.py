@@ -13,7 +13,7 @@ import pytest
 
 from autopipe.passes.partition.min_cut_ilp import partition_nodes
 from autopipe.passes.placement.tepdist.levels import O2, O3
-from autopipe.passes.sharding.search import Tables, make_tables
+from autopipe.passes.sharding.search import SplitTables, make_split_tables
 from autopipe.passes.solvers.milp import MilpResult, Status, solve
 from benchmarks.recorded_programs import Optima, find_optima, program_paths, read_program, recording
 from benchmarks.tepdist import Training
@@ -25,10 +25,10 @@ EQUAL = 1e-9
 """Maximum relative difference of equal optima."""
 
 
-def tables_of(model: str, layers: int) -> Tables:
+def tables_of(model: str, layers: int) -> SplitTables:
     """Return the tables of the search for splits of a model on four devices."""
     problem = Training(model, (("layers", layers),), 4, 32).given(8)
-    return make_tables(problem, range(len(problem.graph.nodes)), (0, 1, 2, 3))
+    return make_split_tables(problem, range(len(problem.graph.nodes)), (0, 1, 2, 3))
 
 
 @pytest.fixture(scope="module")

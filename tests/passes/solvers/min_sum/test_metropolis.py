@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
-from autopipe.passes.solvers.min_sum.metropolis import walk
+from autopipe.passes.solvers.min_sum.metropolis import random_walk
 
 seeds = st.integers(0, 100)
 
@@ -22,7 +22,7 @@ def test_a_walk_is_never_worse_than_its_start(
 ) -> None:
     start = [0] * len(model.costs)
     assume(model.cost_of(start) < math.inf)
-    answer = walk(
+    answer = random_walk(
         model,
         start,
         iterations=50,
@@ -33,7 +33,7 @@ def test_a_walk_is_never_worse_than_its_start(
     assert answer.cost == model.cost_of(answer.choice) <= model.cost_of(start)
     assert answer.memory == model.memory_of(answer.choice)
     assert not answer.proven
-    assert answer == walk(
+    assert answer == random_walk(
         model,
         start,
         iterations=50,
@@ -48,7 +48,9 @@ def test_a_walk_stays_within_the_limit_or_reduces_memory(model: MinSum, seed: in
     needs = sorted(memory for _, memory in all_choices(model))
     limit = needs[len(needs) // 2]
     start = [int(vector.argmax()) for vector in model.memory or ()]
-    answer = walk(model, start, iterations=400, temperature=0.5, seed=seed, memory_limit=limit)
+    answer = random_walk(
+        model, start, iterations=400, temperature=0.5, seed=seed, memory_limit=limit
+    )
     assert answer.fits == (answer.memory <= limit)
     assert answer.memory <= max(limit, model.memory_of(start))
 
@@ -68,7 +70,7 @@ def chain(followers: bool) -> MinSum:
 @pytest.mark.parametrize("followers", [0, 19])
 def test_a_long_walk_finds_the_minimum(followers: int) -> None:
     model = chain(followers > 0)
-    answer = walk(
+    answer = random_walk(
         model, [0] * len(model.costs), iterations=4000, temperature=0.1, followers=followers
     )
     assert answer.cost == solve(model).cost == 80.0
@@ -77,5 +79,5 @@ def test_a_long_walk_finds_the_minimum(followers: int) -> None:
 def test_at_temperature_0_no_step_increases_the_cost() -> None:
     apart = np.array([[0.0, 9.0], [9.0, 0.0]])
     model = MinSum((np.array([1.0, 0.0]),) * 2, (Edge(0, 1, apart),))
-    assert walk(model, [0, 0], iterations=200, temperature=0.0).choice == (0, 0)
-    assert walk(model, [0, 0], iterations=200, temperature=5.0).choice == (1, 1)
+    assert random_walk(model, [0, 0], iterations=200, temperature=0.0).choice == (0, 0)
+    assert random_walk(model, [0, 0], iterations=200, temperature=5.0).choice == (1, 1)

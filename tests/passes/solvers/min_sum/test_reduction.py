@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_models import all_choices, models
 
 from autopipe.passes.solvers.min_sum import Edge, MinSum
-from autopipe.passes.solvers.min_sum.elimination import eliminate, reduced
+from autopipe.passes.solvers.min_sum.elimination import eliminate, reduce_model
 from autopipe.passes.solvers.min_sum.model import merge_edges
 
 
@@ -20,7 +20,7 @@ def test_the_minimum_cost_is_unchanged(model: MinSum, work: float) -> None:
     choices = all_choices(model)
     if not choices:
         return
-    reduction = reduced(merge_edges(model), work)
+    reduction = reduce_model(merge_edges(model), work)
     assert reduction.work <= work
     answer = eliminate(reduction.model)
     least = min(choices)[0]
@@ -40,7 +40,7 @@ def test_equal_layers_are_reduced_once() -> None:
         for way in (first + 1, first + 2):
             edges += [Edge(first, way, enter), Edge(way, first + 3, leave)]
     model = MinSum((station, branch, branch) * 64 + (station,), tuple(edges))
-    reduction = reduced(model, 1e9)
+    reduction = reduce_model(model, 1e9)
     assert len(reduction.model.costs) == 1
     assert reduction.work <= 6 * 9 * 6 + 20 * 6 * 6 * 6
     assert eliminate(reduction.model).cost == pytest.approx(eliminate(model).cost)

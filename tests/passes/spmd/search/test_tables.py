@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import Tables, make_tables
+from autopipe.passes.sharding.search import SplitTables, make_split_tables
 from autopipe.passes.solvers.min_sum import Assignment, solve
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.pase.random_graphs import graphs, seconds_of, stage_of
@@ -27,13 +27,13 @@ CLUSTERS = (cluster(4), cluster(4, 2), cluster(6, 3), cluster(5))
 OPTIMIZERS = [Optimizer("sgd"), Optimizer("adamw"), Optimizer("adamw", shard=True)]
 
 
-def tables_of(given: Problem, **terms: object) -> Tables:
+def tables_of(given: Problem, **terms: object) -> SplitTables:
     devices = tuple(range(given.cluster.size))
     terms = {"given": frozenset(given.graph.outputs), **terms}
-    return make_tables(given, range(len(given.graph.nodes)), devices, StageOptions(**terms))  # type: ignore[arg-type]
+    return make_split_tables(given, range(len(given.graph.nodes)), devices, StageOptions(**terms))  # type: ignore[arg-type]
 
 
-def uncounted(given: Problem, tables: Tables, answer: Assignment) -> float:
+def uncounted(given: Problem, tables: SplitTables, answer: Assignment) -> float:
     """Seconds of a step that the model leaves out: latencies of the gradients' exchanges, and the
     update's launch.
     """
@@ -46,7 +46,7 @@ def uncounted(given: Problem, tables: Tables, answer: Assignment) -> float:
     )
 
 
-def at_random(given: Problem, tables: Tables, seed: int) -> Tables:
+def at_random(given: Problem, tables: SplitTables, seed: int) -> SplitTables:
     """The same with one configuration of each node alone."""
     draw = random.Random(seed)
     allowed = {
