@@ -169,14 +169,15 @@ def min_time_after_tasks(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def optimality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
-    """Return (optimal, gap): how far a schedule is from a proven lower bound.
+    """Return (optimal, gap) of a schedule, relative to a proven lower bound.
 
     If a search proved a lower bound of the schedule's period, its period is compared with that
     bound. Otherwise the step, which takes `step_s` seconds, is compared with its lower bound
     `bound_s`.
 
     - optimal: True if the period or step is proven to be the minimum for the placement.
-    - gap: fraction of the period or step by which it exceeds the bound, at least 0; 0 if optimal.
+    - gap: amount by which the period or step exceeds the bound, as a fraction of the period or
+      step; 0 if optimal.
     """
     proof = schedule.proof
     if proof is not None and schedule.period is not None:

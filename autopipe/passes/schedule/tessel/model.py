@@ -42,8 +42,9 @@ _REPORT_INTERVAL_S = 0.1
 class SearchOptions:
     """Time limit and other options of a search.
 
-    The time limit is converted to deterministic time of the solver (`WORK_PER_SECOND`). If this
-    ends before the clock does, equal inputs and seeds give equal results on any machine.
+    The time limit is converted to deterministic time of the solver (`WORK_PER_SECOND`). If the
+    deterministic time ends before the clock reaches the time limit, equal inputs and seeds give
+    equal results on any machine.
     """
 
     time_limit: float = 10.0
@@ -367,8 +368,8 @@ def require_memory(graph: BlockGraph, micro_batches: int) -> None:
 
 
 def _frees_only_its_allocations(graph: BlockGraph, device: int) -> bool:
-    """True if all memory that a block frees on the device was allocated by blocks on which it
-    depends, so that a micro-batch never changes the memory in use to less than before it.
+    """True if all memory that a block frees on the device was allocated by blocks that it depends
+    on. A micro-batch then never reduces the memory in use below its value before the micro-batch.
     """
     remaining = {index: graph.blocks[index].memory for index in graph.members[device]}
     # Bit set of each block and its ancestors.

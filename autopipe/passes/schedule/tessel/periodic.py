@@ -279,9 +279,9 @@ def minimize_period(
     limit: Limit,
     on_solution: OnSolution | None = None,
 ) -> SteadyState:
-    """Search for the steady state with the shortest period from `low` to one tick below the period
-    of `known`, which is the solver's hint. The status INFEASIBLE means that no period in this range
-    is possible.
+    """Search for the steady state with the shortest period, from `low` to one tick below the period
+    of `known`. The steady state `known` is the solver's hint. The status INFEASIBLE means that no
+    period in this range is possible.
     """
     cyclic_model = build_model(graph, low, known.period - 1)
     cyclic_model.fix_first_blocks()
@@ -597,8 +597,8 @@ def serial_steady_state(graph: BlockGraph, serial: Sequence[int]) -> PeriodicSta
 def _best_placement(
     placing: _GreedyPlacement, period: int, options: Sequence[_PlacingOptions]
 ) -> PeriodicStarts | None:
-    """Return the steady state with the shortest latency of all `options`, placed into `period` and
-    then tightened. None if no option gives a valid steady state.
+    """Return the steady state with the shortest latency of all `options`, each placed into `period`
+    and then compacted by `shorten_period`. None if no option results in a valid steady state.
     """
     best: PeriodicStarts | None = None
     graph = placing.graph
