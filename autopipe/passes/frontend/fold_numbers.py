@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import onnx
 
 NUMBERED: Final = re.compile(r"onnx::\w+_(\d+)")
-"""Pattern of the names of folded tensors. The group is the number."""
+"""Pattern of the names of tensors that the exporter computed from parameters (folded). The group is
+the number.
+"""
 WITHOUT_SHAPES: Final = frozenset(
     {
         "Add",
@@ -64,8 +66,8 @@ module gives their axes as constants.
 
 @dataclass(frozen=True)
 class FoldNumbers:
-    """The numbers of the folded tensors of a file, and the order in which nodes read these
-    tensors.
+    """The numbers in the names of the folded tensors of a file (tensors that the exporter computed
+    from parameters), and the order in which nodes read these tensors.
     """
 
     nodes: Sequence[onnx.NodeProto]

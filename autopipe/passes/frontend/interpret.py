@@ -320,8 +320,8 @@ def _move_ranges_early(
 
 
 def _add_folded_tensor(sweep: _ReaderState, folded: Folded) -> None:
-    """Add the nodes that compute a folded tensor from its source, which is a parameter or a tensor
-    that has been read before.
+    """Add the nodes that compute a folded tensor, which an exporter computed, from its source: a
+    parameter, or a tensor that has been read before.
     """
     name = folded.value.name
     dtype = folded.value.dtype

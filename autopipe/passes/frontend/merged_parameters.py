@@ -165,11 +165,12 @@ def _uses_in_metadata(
 def _parameter_in_call(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
-    """Return the name of the parameter that is operand `read` in the traced call of its node.
-    Return "" if the call does not determine it, and None if the operand is not a parameter.
+    """Return the parameter that operand `read` is in the call of PyTorch's traced program that its
+    node is a part of. Return "" if the call does not determine it, and None if the operand is not a
+    parameter.
 
-    `together` lists the uses of trained tensors by nodes of the traced call. `made` contains the
-    names of inputs and of values that nodes write.
+    `together` lists the uses of trained tensors by nodes of that call. `made` contains the names of
+    inputs and of values that nodes write.
     """
     node = graph.node[read[0]]
     call, arguments = traced_call(node)
@@ -187,8 +188,8 @@ def _parameter_in_call(
 def _match_argument(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, named: list[str]
 ) -> str | None:
-    """Return the parameter that is operand `read` in the traced call of its node. `named` lists the
-    parameters that are arguments of the call.
+    """Return the parameter that operand `read` is in the call of PyTorch's traced program that its
+    node is a part of. `named` lists the parameters that are arguments of the call.
 
     An operand whose tensor belongs to a parameter in `named` is that parameter. The other operands
     are the remaining parameters in argument order. If operands outnumber parameters, the result for

@@ -173,8 +173,8 @@ class Roles:
     scales, and none of its named vectors has equal values.
     """
     folded_scopes: Mapping[tuple[str, int], frozenset[str]]
-    """For each (operator, operand index) of `BESIDE`, the modules that read a folded tensor as this
-    operand. No modules for files that PyTorch did not export.
+    """For each (operator, operand index) of `BESIDE`, the modules that read a folded tensor, which
+    the exporter computed, as this operand. No modules for files that PyTorch did not export.
     """
     samples: frozenset[int]
     """Fixed sizes of axis 0 of the inputs, 0 if the size is symbolic."""
@@ -364,8 +364,9 @@ class Roles:
         )
 
     def _is_read_with_fold(self, name: str, slot: tuple[str, int]) -> bool:
-        """True if a module that reads `name` also reads a folded tensor, possibly `name` itself, as
-        the operand `slot`: (operator, operand index).
+        """True if a module that reads `name` also reads a folded tensor, which the exporter
+        computed, as the operand `slot`: (operator, operand index). That tensor may be `name`
+        itself.
         """
         return not self.folded_scopes[slot].isdisjoint(_reading_modules(self.uses, name))
 

@@ -30,16 +30,17 @@ CALL = "pkg.torch.onnx.fx_node"
 of.
 """
 DETACH = re.compile(r"\[target=torch\.ops\.aten\.detach_?\.default\]")
-"""Pattern of the traced call of a `detach`."""
+"""Pattern of a call of `detach` in PyTorch's traced program."""
 PADDED = re.compile(
     r"\[target=torch\.ops\.aten\.embedding\.default\]\(args = \(%\w+, %\w+"
     r"(?:, (?P<third>\d+)|.*kwargs = \{.*padding_idx: (?P<named>\d+))"
 )
-"""Pattern of a traced call of an embedding with `padding_idx`, the index of the row that receives
-no gradient. The exporter omits the argument if there is no such row.
+"""Pattern of a call of an embedding with `padding_idx` in PyTorch's traced program. `padding_idx`
+is the index of the row that receives no gradient. The exporter omits the argument if no row is
+excluded.
 """
 TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
-"""Pattern of a traced call of a batch normalization."""
+"""Pattern of a call of a batch normalization in PyTorch's traced program."""
 SIGNED = re.compile(
     r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'( persistent=False)?", re.MULTILINE
 )
@@ -47,14 +48,16 @@ SIGNED = re.compile(
 whether it is missing in the state_dict.
 """
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
-"""Pattern of a value in a traced call."""
+"""Pattern of a value in a call of PyTorch's traced program."""
 TEXT = re.compile(r"'([^']*)'")
 """Pattern of a quoted name in a list."""
 TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?(?:\w+\.)?(\w+)")
-"""Pattern of the operator in a traced call. The group is its name without overload."""
+"""Pattern of the operator in a call of PyTorch's traced program. The group is the operator's name
+without overload.
+"""
 INTERNAL = re.compile(r"_?val_\d+|onnx::\w+")
-"""Pattern of the names of values inside the decomposition of one traced call. Other values are
-named after the traced operator that computes them.
+"""Pattern of the names of values inside the decomposition of one call of PyTorch's traced program.
+Other values are named after the operator that computes them.
 """
 NUMBERED = re.compile(r"_\d+$")
 """Pattern of the number that distinguishes several values named after the same operator."""
@@ -124,9 +127,9 @@ class Signature:
         return tuple(each for each in self.folded.get(name, ()) if each in self.parameters)
 
     def operator_counts(self, name: str) -> dict[str, int]:
-        """Return for each traced operator the number of its calls that the exporter evaluated to
-        compute the tensor `name`. Only calls whose results are named after the operator are
-        counted.
+        """Return for each operator of PyTorch's traced program the number of its calls that the
+        exporter evaluated to compute the tensor `name`. Only calls whose results are named after
+        the operator are counted.
         """
         names = (name, *self.folded.get(name, ()))
         known = (
@@ -137,8 +140,8 @@ class Signature:
         return dict(Counter(known))
 
     def operators(self, name: str) -> frozenset[str]:
-        """Return the traced operators that the exporter evaluated to compute the tensor `name`.
-        Only operators after which a value is named are included.
+        """Return the operators of PyTorch's traced program that the exporter evaluated to compute
+        the tensor `name`. Only operators after which a value is named are included.
         """
         return frozenset(self.operator_counts(name))
 
@@ -149,8 +152,9 @@ class Signature:
         return name not in self.parameters and not PRODUCTS.isdisjoint(self.operators(name))
 
     def omitted_parameters(self, graph: onnx.GraphProto) -> list[str]:
-        """Return the parameters that are arguments of a traced call but that no tensor of the file
-        holds. The exporter omits, for example, the addition of a parameter of zeros.
+        """Return the parameters that are arguments of a call of PyTorch's traced program although
+        no tensor of the file contains them. The exporter omits, for example, the addition of a
+        parameter of zeros.
         """
         held = {tensor.name for tensor in graph.initializer}
         found = {origin for name in held for origin in self.origins(name)}
@@ -198,7 +202,7 @@ class Signature:
 
 
 def is_detach(node: onnx.NodeProto) -> bool:
-    """True if a node is part of the traced call of a `detach`."""
+    """True if a node is part of a call of `detach` in PyTorch's traced program."""
     return any(entry.key == CALL and DETACH.search(entry.value) for entry in node.metadata_props)
 
 
@@ -241,16 +245,16 @@ def stop_gradient_node(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def traced_call(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
-    """Return (call, names of its arguments) of the traced program for the call that a node is a
-    part of; ("", ()) if the node's metadata have no call.
+    """Return (call, names of its arguments) for the call of PyTorch's traced program that a node is
+    a part of; ("", ()) if the node's metadata lack a call.
     """
     call = next((entry.value for entry in node.metadata_props if entry.key == CALL), "")
     return call, tuple(ARGUMENT.findall(call.partition("](args")[2]))
 
 
 def traced_operator(node: onnx.NodeProto) -> str:
-    """Return the operator, for example `linear`, of the traced call that a node is a part of; "" if
-    the node's metadata have no call.
+    """Return the operator, for example `linear`, of the call of PyTorch's traced program that a
+    node is a part of; "" if the node's metadata lack a call.
     """
     found = TARGET.search(traced_call(node)[0])
     return "" if found is None else found[1]
