@@ -24,7 +24,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import op_instances
-from autopipe.passes.auto.choose import choose
+from autopipe.passes.auto.choose import choose_plan
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.tessel_shapes import TesselShapes
@@ -74,7 +74,7 @@ class PlanRequest:
 def chosen_plan(request: PlanRequest) -> PlanResult:
     """The plan that is chosen. Raises InfeasibleError where there is none."""
     with request.written() as written:
-        return choose(written)
+        return choose_plan(written)
 
 
 def decision(found: PlanResult) -> str:

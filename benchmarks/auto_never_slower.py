@@ -42,7 +42,7 @@ from autopipe.passes.auto.candidates import Candidate
 from autopipe.passes.auto.choose import best_plan, search_plans
 from autopipe.passes.auto.search import PlanSearch
 from autopipe.passes.pipeline import (
-    Placed,
+    PredictedPlacement,
     Request,
     Runner,
     make_plan,
@@ -150,14 +150,14 @@ def processor_s() -> float:
     return sum(os.times()[:4])
 
 
-def placed_by(search: PlanSearch) -> dict[Strategy, Placed]:
+def placed_by(search: PlanSearch) -> dict[Strategy, PredictedPlacement]:
     """The placements of strategies that the search asked as they are when they are named."""
     plain = (each for each in search.trials if each.candidate == Candidate(each.candidate.strategy))
     return {each.candidate.strategy: each.placed for each in plain if each.placed is not None}
 
 
 def singles_of(
-    request: Request, known: dict[Strategy, Placed]
+    request: Request, known: dict[Strategy, PredictedPlacement]
 ) -> Iterator[tuple[Strategy, str, float]]:
     """Every strategy and schedule that make a plan by name, with its step in seconds.
 
@@ -167,7 +167,7 @@ def singles_of(
     names = [name for name in strategy_names() if name not in NOT_NAMED]
     strategies = [strategy_class(name)() for name in names]
     shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
-    placements: list[tuple[Strategy, Placed]] = []
+    placements: list[tuple[Strategy, PredictedPlacement]] = []
     least = math.inf
     runner = Runner()
     for strategy in (*strategies, *shaped):
@@ -194,7 +194,7 @@ def singles_of(
                 yield strategy, SEARCHED, step_s
 
 
-def step_of(placed: Placed, scheduler: Scheduler, runner: Runner) -> float:
+def step_of(placed: PredictedPlacement, scheduler: Scheduler, runner: Runner) -> float:
     """Seconds of a step in a scheduler's order."""
     return simulate_schedule(placed, run_scheduler(placed, scheduler, runner), runner).timeline.end
 

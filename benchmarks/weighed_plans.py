@@ -42,7 +42,7 @@ from autopipe.passes.auto.choose import search_plans
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.traffic import communication_bytes
-from autopipe.passes.pipeline import Placed, Request, Runner
+from autopipe.passes.pipeline import PredictedPlacement, Request, Runner
 from benchmarks.scatter import scatter_svg
 from benchmarks.table import Row
 from benchmarks.worker_pool import WorkerPool
@@ -129,7 +129,7 @@ class Candidate:
     """What to ask for in order to get it."""
     chosen: bool
     """Whether it is what is planned where nothing is named."""
-    placed: Placed
+    placed: PredictedPlacement
     timeline: Timeline
     program: Program | None
     refused: str = ""

@@ -247,7 +247,7 @@ def _explain_node(planned: PlanResult, name: str) -> NodeExplanation:
 
 def _find_node(planned: PlanResult, name: str) -> int:
     names = NodeNames(planned.problem.graph)
-    entry = int(name) if name.isdecimal() and not names.has(name) else name
+    entry = int(name) if name.isdecimal() and not names.has_name(name) else name
     try:
         meant = names.selected_nodes(entry)
     except ConfigurationError as error:

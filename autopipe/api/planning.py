@@ -20,7 +20,7 @@ from autopipe.ir.output_kinds import ONNX, OutputFile
 from autopipe.ir.plan import Plan, read_plan
 from autopipe.ir.words import plural
 from autopipe.passes.annotations import plan_annotations, write_annotated
-from autopipe.passes.auto.choose import choose
+from autopipe.passes.auto.choose import choose_plan
 from autopipe.passes.auto.plan_cache import open_plan_cache
 from autopipe.passes.pipeline import Observer, PlanResult, Request, make_plan
 from autopipe.passes.placement.explicit import Explicit
@@ -87,7 +87,7 @@ def plan(
         request = _keeping_placement(base, before, configuration, request)
     with observe(request) as observer:
         if request.strategy is None:
-            result = choose(request, observer, open_plan_cache() if cached else None)
+            result = choose_plan(request, observer, open_plan_cache() if cached else None)
         else:
             result = make_plan(request, observer, advise=True)
     missing = () if annotate is None else tuple(annotate_model(result, annotate))

@@ -15,7 +15,7 @@ from autopipe.ir.measured_costs import (
 from autopipe.passes.cost.measured import Operations
 from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline import Request, read_uncached
+from autopipe.passes.pipeline import Request, read_request_model_uncached
 
 _MAX_LAP_SAMPLES = 400
 """Maximum number of samples in a lap. A few layers are representative of many."""
@@ -38,7 +38,7 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
     and the model's batch size, as far as the model supports them. Raise the first error if a size
     in `sizes` is not supported, or if no size is.
     """
-    read = read_uncached(request, None)
+    read = read_request_model_uncached(request, None)
     wanted = sizes or tuple(
         size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0
     )
@@ -46,7 +46,9 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
     refused: list[AutopipeError] = []
     for size in dict.fromkeys(wanted):
         try:
-            found.append((size, read if read.batch == size else read_uncached(request, size)))
+            found.append(
+                (size, read if read.batch == size else read_request_model_uncached(request, size))
+            )
         except AutopipeError as error:
             refused.append(error)
     if refused and (sizes is not None or not found):

@@ -24,8 +24,8 @@ from autopipe.passes.degrees import DEGREES, plan_degrees
 from autopipe.passes.explain import request_with_open_options
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import (
-    Placed,
     PlanResult,
+    PredictedPlacement,
     Request,
     Runner,
     predict_placement,
@@ -167,7 +167,7 @@ class _Trial:
     row: DegreeRow
     degrees: Degrees
     candidate: Candidate | None = None
-    placed: Placed | None = None
+    placed: PredictedPlacement | None = None
 
 
 class _Table:
@@ -289,7 +289,12 @@ class _Table:
         return self._searches[key]
 
     def _with_1f1b_step(
-        self, row: DegreeRow, degrees: Degrees, form: Grid, request: Request, placed: Placed
+        self,
+        row: DegreeRow,
+        degrees: Degrees,
+        form: Grid,
+        request: Request,
+        placed: PredictedPlacement,
     ) -> _Trial:
         """Return the trial of the placement `placed`, with the step under 1F1B in its row. Raise
         OutOfMemoryError if the step does not fit into memory.
@@ -362,7 +367,7 @@ class _Table:
         return found
 
     def _with_schedule(
-        self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False
+        self, trial: _Trial, placed: PredictedPlacement, scheduler: Scheduler, always: bool = False
     ) -> _Trial:
         """Return the trial with the step that `scheduler` gives its placement `placed`.
 

@@ -29,8 +29,8 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import StageWork, redistributions_of, stage_work
 from autopipe.passes.open_options import with_open_options
 from autopipe.passes.pipeline import (
-    Placed,
     PlanResult,
+    PredictedPlacement,
     Request,
     Runner,
     make_plan,
@@ -269,7 +269,7 @@ def what_if_result(planned: PlanResult, what: str, request: Request, again: bool
     return WhatIf(what, again, max(rates)) if rates else WhatIf(what, again, refused=refused)
 
 
-def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
+def _timeline(planned: PlanResult, placed: PredictedPlacement) -> Timeline:
     """Return the simulated step of `placed`, a placement with its costs, under the plan's
     scheduler.
     """
@@ -473,7 +473,7 @@ def _estimated_seconds(planned: PlanResult, change: Change) -> float:
     return lower_bound(placed.problem, placed.placement, placed.prediction)
 
 
-def _predicted_placement(planned: PlanResult, placement: Placement) -> Placed:
+def _predicted_placement(planned: PlanResult, placement: Placement) -> PredictedPlacement:
     """Return `placement` with its costs. Raise InfeasibleError if it is not valid for the plan's
     graph.
     """

@@ -11,7 +11,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.kv_cache import TOKENS
 from autopipe.ir.placement import Placement, Stage, recomputed_nodes
 from autopipe.passes.frontend.load import load
-from autopipe.passes.pipeline import PlanResult, read_uncached
+from autopipe.passes.pipeline import PlanResult, read_request_model_uncached
 
 
 def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
@@ -35,7 +35,7 @@ def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
         return None
     dims = tuple(pair for pair in planned.request.dims if pair[0] != symbol)
     request = replace(planned.request, dims=(*dims, (symbol, length)))
-    model = read_uncached(request, planned.plan.summary.micro_batch_size, source)
+    model = read_request_model_uncached(request, planned.plan.summary.micro_batch_size, source)
     plan = replace(
         planned.plan, placement=_transferred_placement(planned.plan.placement, graph, model.graph)
     )

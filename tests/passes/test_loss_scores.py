@@ -14,7 +14,7 @@ from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import LossScores
 from autopipe.ir.problem import SCORES, Mode, Scores
-from autopipe.passes.auto.choose import choose
+from autopipe.passes.auto.choose import choose_plan
 from autopipe.passes.auto.plan_cache import JsonStore
 from autopipe.passes.frontend import read_model
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
@@ -145,18 +145,18 @@ def test_scores_are_compared_by_node(gpt: Path) -> None:
 
 def test_the_search_tries_both_where_memory_is_short(gpt: Path, tmp_path: Path) -> None:
     own = dataclasses.replace(asked(gpt), strategy=None, scheduler=None)
-    kept = choose(own)
+    kept = choose_plan(own)
     assert {each.choice.scores for each in kept.plan.alternatives} == {"keep"}, (
         "memory suffices for all of them"
     )
     assert told(kept).choice == "keep"
     store = JsonStore(tmp_path / "answers")
     short = dataclasses.replace(own, memory_limit=peak(kept) - 1)
-    found = choose(short, store=store)
+    found = choose_plan(short, store=store)
     assert {each.choice.scores for each in found.plan.alternatives} == {"keep", "recompute"}
     assert told(found).choice == found.request.scores == "recompute"
     assert told(found).other_refused is not None
-    again = choose(short, store=store)
+    again = choose_plan(short, store=store)
     assert (again.digest, again.plan.summary.scores) == (found.digest, found.plan.summary.scores)
 
 

@@ -16,7 +16,7 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
 from autopipe.ir.problem import Mode, Scores
 from autopipe.ir.words import plural
-from autopipe.passes.pipeline import Placed, Request
+from autopipe.passes.pipeline import PredictedPlacement, Request
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
 from autopipe.passes.schedule.published.base import PlacementPattern, Published
@@ -260,7 +260,7 @@ def is_search_scheduler(scheduler: Scheduler) -> bool:
     return scheduler.name == "tessel"
 
 
-def scheduler_skip_reason(scheduler: Scheduler, placed: Placed) -> SkippedError | None:
+def scheduler_skip_reason(scheduler: Scheduler, placed: PredictedPlacement) -> SkippedError | None:
     """Return the reason to skip a scheduler because its search for this placement would take too
     long. Return None if it is not skipped.
     """
@@ -274,7 +274,7 @@ def scheduler_skip_reason(scheduler: Scheduler, placed: Placed) -> SkippedError 
     )
 
 
-def has_many_tasks(placed: Placed) -> bool:
+def has_many_tasks(placed: PredictedPlacement) -> bool:
     """True if stages times micro-batches exceed `_MAX_TASKS`. Then the step is simulated only if
     its lower bound is below the best step.
     """

@@ -34,10 +34,10 @@ from autopipe.passes.auto.candidates import (
 from autopipe.passes.auto.plan_cache import (
     FORMAT,
     JsonStore,
+    add_alternatives,
     cache_key,
     decode_result,
     encode_result,
-    with_alternatives,
 )
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
@@ -52,8 +52,8 @@ from autopipe.passes.pipeline import (
     assemble_plan,
     batch_divisions,
     costed_problem,
-    read,
-    with_whole_batch,
+    read_request_model,
+    use_whole_batch,
 )
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
@@ -68,7 +68,7 @@ schedule reaches the lower bound.
 """
 
 
-def choose(
+def choose_plan(
     request: Request, observer: Observer | None = None, store: JsonStore | None = None
 ) -> PlanResult:
     """Return the plan with the shortest simulated step over all candidates. The plan contains a
@@ -80,7 +80,7 @@ def choose(
     runner = Runner(observer)
     if store is None:
         return _search_and_choose(request, runner)
-    name = cache_key(request, read(request, runner))
+    name = cache_key(request, read_request_model(request, runner))
     record = store.read(name, FORMAT)
     try:
         if record is not None:
@@ -108,7 +108,7 @@ def best_plan(search: PlanSearch) -> PlanResult:
     assert run is not None and run.scheduled is not None
     named = replace(best.candidate.apply_to(search.request), scheduler=run.scheduler)
     found = assemble_plan(named, best.placed, run.scheduled, search.runner)
-    return with_alternatives(
+    return add_alternatives(
         found, tuple(row for each in search.trials for row in each.alternatives(search.request))
     )
 
@@ -122,14 +122,14 @@ def search_plans(
     In the first phase each candidate is placed, and its step is simulated under one schedule. In
     the second phase all schedules are tried on the placements whose lower bound is below the best
     step. After the request's time limit, measured by `clock`, no new candidate starts if there is a
-    plan. Raise the errors of `choose`.
+    plan. Raise the errors of `choose_plan`.
     """
     end = None if request.time_limit is None else clock() + request.time_limit
-    request = with_whole_batch(request, runner)
-    request, scores_open = _with_faster_loss_form(request, runner)
+    request = use_whole_batch(request, runner)
+    request, scores_open = _choose_faster_loss_form(request, runner)
     with SpeculativePool(free_cores()) as pool:
         search = PlanSearch(request, runner, _scheduler_names(), end, clock, pool)
-        first = rule_of_thumb_candidate(request, read(request, runner).graph)
+        first = rule_of_thumb_candidate(request, read_request_model(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = problem_with_largest_micro_batches(request, runner)
         # All candidates use one batch size, because steps with different batch sizes are not
@@ -153,8 +153,8 @@ def search_plans(
 
 
 def search_pass_names(request: Request) -> tuple[str, ...]:
-    """Return the names of the passes that run during `choose`, roughly in the order in which they
-    first run.
+    """Return the names of the passes that run during `choose_plan`, roughly in the order in which
+    they first run.
     """
     schedulers = [
         name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()
@@ -172,7 +172,7 @@ def _scheduler_names() -> tuple[str, ...]:
     return (*_FIRST, *middle, *_LAST)
 
 
-def _with_faster_loss_form(request: Request, runner: Runner) -> tuple[Request, bool]:
+def _choose_faster_loss_form(request: Request, runner: Runner) -> tuple[Request, bool]:
     """Return (request, open), where the request names the form of the losses (save or recompute
     their logits) that candidates use first.
 
@@ -181,7 +181,7 @@ def _with_faster_loss_form(request: Request, runner: Runner) -> tuple[Request, b
     open: True if this form saves logits, so that candidates that exceed memory are also tried with
     recomputed logits.
     """
-    model = read(request, runner)
+    model = read_request_model(request, runner)
     if request.scores is not None or model.other is None:
         return request, False
     problem, other = (
@@ -201,7 +201,7 @@ def problem_with_largest_micro_batches(request: Request, runner: Runner) -> Prob
     """
     refused: AutopipeError | None = None
     try:
-        for batching in batch_divisions(request, Division.OWN, read(request, runner)):
+        for batching in batch_divisions(request, Division.OWN, read_request_model(request, runner)):
             try:
                 _, problem = costed_problem(request, batching, runner)
             except CANDIDATE_ERRORS as error:

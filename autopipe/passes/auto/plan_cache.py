@@ -43,10 +43,10 @@ from autopipe.passes.pipeline import (
     PlanResult,
     Request,
     Runner,
+    add_other_loss_form,
     assemble_plan,
-    place_given,
+    predict_given_placement,
     simulate_schedule,
-    with_other_loss_form,
 )
 from autopipe.passes.registry import (
     scheduler_class,
@@ -180,7 +180,9 @@ def decode_result(record: JsonRecord, request: Request, runner: Runner) -> PlanR
     settled = candidate.apply_to(
         dataclasses.replace(request, batch_size=kept.decided.batching.batch_size)
     )
-    placed = place_given(settled, kept.decided.batching, kept.decided.placement_with_proof, runner)
+    placed = predict_given_placement(
+        settled, kept.decided.batching, kept.decided.placement_with_proof, runner
+    )
     if placed.problem.graph.digest() != kept.graph_digest:
         raise ConfigurationError("the cached plan is for another graph", where=record.file)
     named = dataclasses.replace(
@@ -191,10 +193,10 @@ def decode_result(record: JsonRecord, request: Request, runner: Runner) -> PlanR
     if scheduled.timeline.end != kept.step_time_s:
         raise ConfigurationError("the cached plan has another step time", where=record.file)
     found = assemble_plan(named, placed, scheduled, runner)
-    return with_alternatives(found, kept.alternatives)
+    return add_alternatives(found, kept.alternatives)
 
 
-def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) -> PlanResult:
+def add_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) -> PlanResult:
     """Return the plan with a list of its alternatives, and with the best step of an alternative
     that uses the other form of the losses (saved or recomputed logits).
     """
@@ -206,7 +208,7 @@ def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) 
     ]
     steps = [each.step_time_s for each in others if each.step_time_s is not None]
     refused = next((each.refused for each in others if each.refused is not None), None)
-    found = with_other_loss_form(found, min(steps, default=None), None if steps else refused)
+    found = add_other_loss_form(found, min(steps, default=None), None if steps else refused)
     return dataclasses.replace(
         found, plan=dataclasses.replace(found.plan, alternatives=alternatives)
     )

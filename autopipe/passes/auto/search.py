@@ -45,7 +45,7 @@ class ScheduleOutcome:
     """
 
     scheduler: Scheduler
-    scheduled: pipeline.Scheduled | None = None
+    scheduled: pipeline.SimulatedSchedule | None = None
     refused: AutopipeError | None = None
 
     @property
@@ -64,7 +64,7 @@ class CandidateTrial:
     """
 
     candidate: Candidate
-    placed: pipeline.Placed | None = None
+    placed: pipeline.PredictedPlacement | None = None
     bound_s: float = math.inf
     refused: AutopipeError | None = None
     same_as: CandidateTrial | None = None
@@ -190,7 +190,7 @@ class PlanSearch:
                 continue
             if self._skip_reason(candidate) is None:
                 key = shared_work_key(candidate)
-                together.setdefault(key, {})[repr(candidate)] = self._with_encoded_errors(
+                together.setdefault(key, {})[repr(candidate)] = self._encode_errors_of(
                     partial(self._encoded_placement, candidate)
                 )
                 slow |= {key} if candidate.strategy.name in LONG else set()
@@ -200,7 +200,7 @@ class PlanSearch:
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
             self.pool.queue(together[key])
 
-    def _with_encoded_errors(self, work: Work) -> Work:
+    def _encode_errors_of(self, work: Work) -> Work:
         """Return a function for another process. It runs `work` and returns its result, or its
         error in encoded form (`encode_error`).
         """
@@ -218,11 +218,13 @@ class PlanSearch:
 
     def _encoded_placement(self, candidate: Candidate) -> Answer:
         """Return the encoded placement of a candidate."""
-        settled = self._with_remaining_time(candidate.apply_to(self.request))
+        settled = self._limit_to_remaining_time(candidate.apply_to(self.request))
         _, problem, placement = pipeline.run_strategy(settled, candidate.strategy, self.runner)
         return encode(PlacementDecision.of(placement, problem))
 
-    def _encoded_schedule(self, placed: pipeline.Placed, scheduler: Scheduler) -> Answer:
+    def _encoded_schedule(
+        self, placed: pipeline.PredictedPlacement, scheduler: Scheduler
+    ) -> Answer:
         """Return the encoded schedule of a scheduler for a placement."""
         return encode_schedule(pipeline.run_scheduler(placed, scheduler, self.runner))
 
@@ -250,7 +252,7 @@ class PlanSearch:
                 if not each.has_run(scheduler) and scheduler_skip_reason(scheduler, placed) is None:
                     self.pool.queue(
                         {
-                            _schedule_key(each, scheduler): self._with_encoded_errors(
+                            _schedule_key(each, scheduler): self._encode_errors_of(
                                 partial(self._encoded_schedule, placed, scheduler)
                             )
                         }
@@ -295,13 +297,13 @@ class PlanSearch:
             if self.run_scheduler(found, placed, scheduler).scheduled:
                 break
 
-    def _place(self, candidate: Candidate) -> pipeline.Placed:
+    def _place(self, candidate: Candidate) -> pipeline.PredictedPlacement:
         """Return the placement of a candidate. It comes from another process if the search was
         started there. Raise the error if there is no placement.
         """
         if (reason := self._skip_reason(candidate)) is not None:
             raise reason
-        settled = self._with_remaining_time(candidate.apply_to(self.request))
+        settled = self._limit_to_remaining_time(candidate.apply_to(self.request))
         strategy = candidate.strategy
         record = self._worker_result(strategy.name, repr(candidate))
         if record is None:
@@ -309,13 +311,13 @@ class PlanSearch:
                 *pipeline.run_strategy(settled, strategy, self.runner), self.runner
             )
         decision: PlacementDecision = decode(record, PlacementDecision)
-        return pipeline.place_given(
+        return pipeline.predict_given_placement(
             settled, decision.batching, decision.placement_with_proof, self.runner
         )
 
     def _skip_reason(self, candidate: Candidate) -> SkippedError | None:
         """Return the reason to skip the candidate, or None."""
-        operators = len(pipeline.read(self.request, self.runner).graph.nodes)
+        operators = len(pipeline.read_request_model(self.request, self.runner).graph.nodes)
         return skip_reason(candidate.strategy, operators, self.request.cluster.size)
 
     def _worker_result(self, name: str, key: str) -> JsonRecord | None:
@@ -330,7 +332,7 @@ class PlanSearch:
             """Wait for the result of the other process."""
             limited = self.end is not None and self.best is not None
             found = self.pool.wait_for(
-                key, self._with_remaining_time(self.request).time_limit if limited else None
+                key, self._limit_to_remaining_time(self.request).time_limit if limited else None
             )
             if found is None:
                 if self.is_over():
@@ -350,7 +352,7 @@ class PlanSearch:
         return trial.bound_s >= self.step_s * (1 - SAME)
 
     def run_scheduler(
-        self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler
+        self, trial: CandidateTrial, placed: pipeline.PredictedPlacement, scheduler: Scheduler
     ) -> ScheduleOutcome:
         """Run a scheduler on the placement of a trial, and store and return the result. Report the
         step to the observer if it is the best so far.
@@ -386,7 +388,7 @@ class PlanSearch:
             self.runner.failures += 1
             self.runner.observer.failed(error)
 
-    def _with_remaining_time(self, request: pipeline.Request) -> pipeline.Request:
+    def _limit_to_remaining_time(self, request: pipeline.Request) -> pipeline.Request:
         """Return the request with the remaining seconds of the search as its time limit; unchanged
         if the search has no time limit.
         """
@@ -411,7 +413,9 @@ def _schedule_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
     return f"{scheduler.name} of {trial.candidate!r}"
 
 
-def _are_equal_placements(first: pipeline.Placed, second: pipeline.Placed) -> bool:
+def _are_equal_placements(
+    first: pipeline.PredictedPlacement, second: pipeline.PredictedPlacement
+) -> bool:
     """True if two placements are equal, and their problems agree in micro-batches, optimizer and
     form of the losses.
     """

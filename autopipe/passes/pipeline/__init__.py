@@ -6,22 +6,31 @@ each pass and adds the name of the pass to errors.
 """
 
 from autopipe.passes.pipeline.further_options import memory_hints, untried_options
-from autopipe.passes.pipeline.placing import Placed, place_given, predict_placement, run_strategy
+from autopipe.passes.pipeline.placing import (
+    PredictedPlacement,
+    predict_given_placement,
+    predict_placement,
+    run_strategy,
+)
 from autopipe.passes.pipeline.planning import make_plan, pass_names
 from autopipe.passes.pipeline.problems import batch_divisions, costed_problem, supported_problems
-from autopipe.passes.pipeline.reading import read, read_uncached, with_whole_batch
+from autopipe.passes.pipeline.reading import (
+    read_request_model,
+    read_request_model_uncached,
+    use_whole_batch,
+)
 from autopipe.passes.pipeline.reopening import read_planned_model, reopen_plan
 from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
 from autopipe.passes.pipeline.result import (
     PlanResult,
+    add_other_loss_form,
     assemble_plan,
     loss_form_costs,
     planned_graph,
-    with_other_loss_form,
 )
 from autopipe.passes.pipeline.runner import Observer, Runner
 from autopipe.passes.pipeline.scheduling import (
-    Scheduled,
+    SimulatedSchedule,
     run_scheduler,
     schedule_placed,
     simulate_schedule,
@@ -29,11 +38,12 @@ from autopipe.passes.pipeline.scheduling import (
 
 __all__ = [
     "Observer",
-    "Placed",
     "PlanResult",
+    "PredictedPlacement",
     "Request",
     "Runner",
-    "Scheduled",
+    "SimulatedSchedule",
+    "add_other_loss_form",
     "assemble_plan",
     "batch_divisions",
     "costed_problem",
@@ -41,12 +51,12 @@ __all__ = [
     "make_plan",
     "memory_hints",
     "pass_names",
-    "place_given",
     "planned_graph",
+    "predict_given_placement",
     "predict_placement",
-    "read",
     "read_planned_model",
-    "read_uncached",
+    "read_request_model",
+    "read_request_model_uncached",
     "reopen_plan",
     "run_scheduler",
     "run_strategy",
@@ -55,6 +65,5 @@ __all__ = [
     "strategy_and_scheduler",
     "supported_problems",
     "untried_options",
-    "with_other_loss_form",
-    "with_whole_batch",
+    "use_whole_batch",
 ]

@@ -12,7 +12,7 @@ from autopipe.ir.errors import CANDIDATE_ERRORS, OutOfMemoryError
 from autopipe.ir.problem import Mode
 from autopipe.passes.cost.loss_scores import may_exceed_memory
 from autopipe.passes.cost.memory_check import size_text
-from autopipe.passes.pipeline.reading import read
+from autopipe.passes.pipeline.reading import read_request_model
 from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.result import PlanResult
 from autopipe.passes.pipeline.runner import Runner
@@ -31,7 +31,7 @@ def memory_hints(request: Request, runner: Runner) -> Iterator[str]:
     Each option is planned with the request's strategy and scheduler. Both together are tried only
     if neither suffices alone. The hint contains the maximum peak memory over all devices.
     """
-    model = read(request, runner)
+    model = read_request_model(request, runner)
     if model.mode is not Mode.TRAIN:
         return
     full = "--recompute full"

@@ -27,7 +27,7 @@ from autopipe.passes.schedule.predict import predict
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PredictedPlacement:
     """A placement with its problem, and with the predicted times of its stages and messages."""
 
     model: Model
@@ -84,9 +84,9 @@ def run_strategy(
     raise refused
 
 
-def place_given(
+def predict_given_placement(
     request: Request, batching: Batching, placement: Placement, runner: Runner
-) -> Placed:
+) -> PredictedPlacement:
     """Return the given `placement` with its problem and predicted times, for the division of the
     batch `batching`. Raise the errors of `make_plan`, and InfeasibleError if the placement needs
     more devices or does not fit the graph.
@@ -103,7 +103,7 @@ def place_given(
 
 def predict_placement(
     model: Model, problem: Problem, placement: Placement, runner: Runner
-) -> Placed:
+) -> PredictedPlacement:
     """Return a placement of the problem's graph with the predicted times of its stages and
     messages.
 
@@ -114,4 +114,6 @@ def predict_placement(
     check_unsharded_matrices(problem, placement)
     placement = choose_gathers(problem, with_16_bit_copies(problem, placement))
     prediction = runner.run("predict", lambda: predict(problem, placement))
-    return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
+    return PredictedPlacement(
+        model, problem, placement, StageGraph.of(problem, placement), prediction
+    )

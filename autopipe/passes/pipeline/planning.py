@@ -7,17 +7,17 @@ from dataclasses import replace
 from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.passes.cost.loss_scores import may_exceed_memory
 from autopipe.passes.pipeline.further_options import memory_hints
-from autopipe.passes.pipeline.placing import Placed
-from autopipe.passes.pipeline.reading import read, with_whole_batch
+from autopipe.passes.pipeline.placing import PredictedPlacement
+from autopipe.passes.pipeline.reading import read_request_model, use_whole_batch
 from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
 from autopipe.passes.pipeline.result import (
     PlanResult,
+    add_other_loss_form,
     assemble_plan,
     loss_form_costs,
-    with_other_loss_form,
 )
 from autopipe.passes.pipeline.runner import Observer, Runner
-from autopipe.passes.pipeline.scheduling import Scheduled, place_and_schedule
+from autopipe.passes.pipeline.scheduling import SimulatedSchedule, place_and_schedule
 
 
 def make_plan(
@@ -34,7 +34,7 @@ def make_plan(
     with which the plan fits, if they are found within about `_OPTIONS_S` seconds.
     """
     runner = Runner(observer)
-    request = with_whole_batch(request, runner)
+    request = use_whole_batch(request, runner)
     try:
         return _make_best_plan(request, runner)
     except OutOfMemoryError as error:
@@ -47,11 +47,11 @@ def _make_best_plan(request: Request, runner: Runner) -> PlanResult:
     """Return the plan of a request whose batch size is known, with the form of the losses (saved or
     recomputed logits) that gives the shorter step per sample.
     """
-    if request.scores is not None or read(request, runner).other is None:
+    if request.scores is not None or read_request_model(request, runner).other is None:
         return assemble_plan(request, *place_and_schedule(request, runner), runner)
     keeping = replace(request, scores="keep")
     recomputing = replace(request, scores="recompute")
-    kept: tuple[Placed, Scheduled] | None = None
+    kept: tuple[PredictedPlacement, SimulatedSchedule] | None = None
     refused: str | None = None
     try:
         kept = place_and_schedule(keeping, runner)
@@ -64,14 +64,14 @@ def _make_best_plan(request: Request, runner: Runner) -> PlanResult:
     except InfeasibleError as error:
         if kept is None:
             raise
-        return with_other_loss_form(assemble_plan(keeping, *kept, runner), refused=error.line)
+        return add_other_loss_form(assemble_plan(keeping, *kept, runner), refused=error.line)
     if kept is None or _seconds_per_sample(recomputed) < _seconds_per_sample(kept):
         result = assemble_plan(recomputing, *recomputed, runner)
-        return with_other_loss_form(result, kept and kept[1].timeline.end, refused)
-    return with_other_loss_form(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
+        return add_other_loss_form(result, kept and kept[1].timeline.end, refused)
+    return add_other_loss_form(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
 
 
-def _may_gain_by_recomputing(kept: Placed) -> bool:
+def _may_gain_by_recomputing(kept: PredictedPlacement) -> bool:
     """True if a plan that recomputes logits could have a shorter step than `kept`, which saves
     them.
     """
@@ -79,7 +79,7 @@ def _may_gain_by_recomputing(kept: Placed) -> bool:
     return found is None or found.recompute_s < found.keep_s or may_exceed_memory(kept.problem)
 
 
-def _seconds_per_sample(planned: tuple[Placed, Scheduled]) -> float:
+def _seconds_per_sample(planned: tuple[PredictedPlacement, SimulatedSchedule]) -> float:
     """Return the seconds of a step divided by its samples. Plans with different forms of the losses
     may have different batch sizes if the request leaves the batch size open.
     """

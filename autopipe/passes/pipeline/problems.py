@@ -36,7 +36,11 @@ from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline.reading import graph_on_several_samples, read, read_resized
+from autopipe.passes.pipeline.reading import (
+    graph_on_several_samples,
+    read_request_model,
+    read_resized_model,
+)
 from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.runner import Runner
 from autopipe.passes.registry import Strategy
@@ -46,12 +50,12 @@ def costed_problem(request: Request, batching: Batching, runner: Runner) -> tupl
     """Return (model, problem) for a division of the batch into micro-batches. `runner` caches the
     model and its costs, so they are computed once per micro-batch size.
     """
-    model = read(request, runner)
+    model = read_request_model(request, runner)
     size = None
     if model.batch not in (None, batching.micro_batch_size):
         size = batching.micro_batch_size
         first = model
-        model = read(request, runner, size, first.source)
+        model = read_request_model(request, runner, size, first.source)
         _require_scalar_loss(first, model)
     updates = request.optimizer, request.lr_scheduler, request.training
     settled = (
@@ -72,7 +76,7 @@ def costed_problem(request: Request, batching: Batching, runner: Runner) -> tupl
     )
     if key not in runner.costed:
         division, divided = _loss_division(request, model, batching, runner)
-        costed = _with_loss_totals(request, model, division, batching, runner)
+        costed = _use_loss_totals(request, model, division, batching, runner)
         form = size, costed.scores, division.divided
         if form not in runner.work:
             runner.work[form] = runner.run("cost", lambda: node_costs(request, costed))
@@ -178,9 +182,9 @@ def _loss_division(
     if model.mode is not Mode.TRAIN:
         return AVERAGED_LOSS, batching
     if model.loss not in runner.loss_forms:
-        first = read(request, runner)
+        first = read_request_model(request, runner)
         runner.loss_forms[model.loss] = form_of_loss(
-            first, lambda size: read_resized(request, runner, first, size)
+            first, lambda size: read_resized_model(request, runner, first, size)
         )
     form = runner.loss_forms[model.loss]
     divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
@@ -189,7 +193,7 @@ def _loss_division(
     return choose_loss_division(form, model, request.normalize, batching), batching
 
 
-def _with_loss_totals(
+def _use_loss_totals(
     request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
 ) -> Model:
     """Return the model whose micro-batches return the dividend and the divisor of the loss
@@ -260,7 +264,7 @@ def _optimizer_with_eps(request: Request, graph: Graph) -> Optimizer:
 
 def batch_divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
     """Yield the possible divisions of the batch into micro-batches, the best first for the
-    preference `division`. `model` is the result of `read`.
+    preference `division`. `model` is the result of `read_request_model`.
 
     If the model was read with one sample, its batch size may be open or fixed to one sample.
     Divisions for an open batch size come first.
@@ -286,7 +290,7 @@ def supported_problems(
     """Yield (model, problem) for each division of the batch that the model and the strategy
     support, the best division first. If none is supported, raise the error for the best division.
     """
-    model = read(request, runner)
+    model = read_request_model(request, runner)
     # First error of the model and first error of the strategy.
     reasons: dict[str, AutopipeError] = {}
     found = False

@@ -16,7 +16,7 @@ from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.runner import Runner
 
 
-def read_uncached(
+def read_request_model_uncached(
     request: Request,
     micro_batch_size: int | None,
     source: Source | None = None,
@@ -48,16 +48,18 @@ def read_uncached(
     return model
 
 
-def read(
+def read_request_model(
     request: Request, runner: Runner, size: int | None = None, source: Source | None = None
 ) -> Model:
-    """Return the model as `read_uncached` does with `size` samples, with the requested form of the
-    losses (saved or recomputed logits).
+    """Return the model as `read_request_model_uncached` does with `size` samples, with the
+    requested form of the losses (saved or recomputed logits).
 
     `runner` caches the model, so it is read once per number of samples for both forms.
     """
     if size not in runner.models:
-        runner.models[size] = runner.run("read", lambda: read_uncached(request, size, source))
+        runner.models[size] = runner.run(
+            "read", lambda: read_request_model_uncached(request, size, source)
+        )
     model = runner.models[size]
     return model.with_scores(request.scores or model.scores)
 
@@ -68,14 +70,14 @@ read with one sample.
 """
 
 
-def with_whole_batch(request: Request, runner: Runner) -> Request:
+def use_whole_batch(request: Request, runner: Runner) -> Request:
     """Return the request with one micro-batch per batch if inference computes an output from
     several samples. Otherwise return the given request.
 
     The batch is the batch that the file fixes, otherwise the batch of the step. Raise
     ConfigurationError if the request asks for smaller micro-batches.
     """
-    model = read(request, runner)
+    model = read_request_model(request, runner)
     if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
         return request
     node = first_joining_node(
@@ -113,26 +115,26 @@ def graph_on_several_samples(
     """
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     try:
-        return _cached_model(request, runner, size, model.source).graph
+        return _read_cached_model(request, runner, size, model.source).graph
     except CANDIDATE_ERRORS:
         return model.graph
 
 
-def read_resized(request: Request, runner: Runner, first: Model, size: int) -> Model:
+def read_resized_model(request: Request, runner: Runner, first: Model, size: int) -> Model:
     """Return the model read with `size` samples, even if its file fixes another batch size. `first`
     is the model read with the number of samples that the file fixes, or with one sample.
     """
     offered = () if first.source is None else first.source.graph.input
     if has_fixed_batch(offered, first.graph.batch_axes):
-        return read_uncached(request, size, first.source, opened=True)
-    model = _cached_model(request, runner, size, first.source)
+        return read_request_model_uncached(request, size, first.source, opened=True)
+    model = _read_cached_model(request, runner, size, first.source)
     return model.with_scores(request.scores or model.scores)
 
 
-def _cached_model(request: Request, runner: Runner, size: int, source: Source | None) -> Model:
+def _read_cached_model(request: Request, runner: Runner, size: int, source: Source | None) -> Model:
     """Return the model read with `size` samples, from the cache of `runner` if it is there. The
     time of reading counts for the pass that calls this function.
     """
     if size not in runner.models:
-        runner.models[size] = read_uncached(request, size, source)
+        runner.models[size] = read_request_model_uncached(request, size, source)
     return runner.models[size]

@@ -12,7 +12,7 @@ from autopipe.passes.analysis.loss_division import form_of_loss, with_loss_total
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline.problems import make_problem, node_costs
-from autopipe.passes.pipeline.reading import read_uncached
+from autopipe.passes.pipeline.reading import read_request_model_uncached
 from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.result import PlanResult
 from autopipe.passes.schedule.simulate import simulate
@@ -20,13 +20,15 @@ from autopipe.passes.schedule.simulate import simulate
 
 def read_planned_model(request: Request, plan: Plan) -> Model:
     """Return the model of a plan, read with the samples of one of its micro-batches. Raise the
-    errors of `read_uncached`, and InfeasibleError if the loss of the model can no longer be divided
-    as in the plan.
+    errors of `read_request_model_uncached`, and InfeasibleError if the loss of the model can no
+    longer be divided as in the plan.
     """
-    model = read_uncached(request, plan.summary.micro_batch_size)
+    model = read_request_model_uncached(request, plan.summary.micro_batch_size)
     if not plan.loss_division.divided:
         return model
-    form = form_of_loss(model, lambda size: read_uncached(request, size, model.source, opened=True))
+    form = form_of_loss(
+        model, lambda size: read_request_model_uncached(request, size, model.source, opened=True)
+    )
     return with_loss_totals(model, form, Batching(plan.batch_size, plan.summary.micro_batches))
 
 

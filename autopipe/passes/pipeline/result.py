@@ -10,10 +10,10 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.loss_scores import compare_scores
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline.placing import Placed
+from autopipe.passes.pipeline.placing import PredictedPlacement
 from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
 from autopipe.passes.pipeline.runner import Runner
-from autopipe.passes.pipeline.scheduling import Scheduled
+from autopipe.passes.pipeline.scheduling import SimulatedSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PlanResult:
 
 
 def assemble_plan(
-    request: Request, placed: Placed, scheduled: Scheduled, runner: Runner
+    request: Request, placed: PredictedPlacement, scheduled: SimulatedSchedule, runner: Runner
 ) -> PlanResult:
     """Return the plan of a request that names strategy and scheduler, given the placement and the
     schedule.
@@ -65,7 +65,7 @@ def assemble_plan(
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 
-def loss_form_costs(placed: Placed) -> LossScores | None:
+def loss_form_costs(placed: PredictedPlacement) -> LossScores | None:
     """Return the costs of both forms of the losses (saved or recomputed logits); None if the losses
     have only one form.
     """
@@ -73,7 +73,7 @@ def loss_form_costs(placed: Placed) -> LossScores | None:
     return None if other is None else compare_scores(placed.problem, other, placed.model.scores)
 
 
-def with_other_loss_form(
+def add_other_loss_form(
     result: PlanResult, step_s: float | None = None, refused: str | None = None
 ) -> PlanResult:
     """Return the result with data about the plan with the other form of the losses (saved or

@@ -8,7 +8,7 @@ from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.cost.memory_check import without_16_bit_copies
-from autopipe.passes.pipeline.placing import Placed, predict_placement, run_strategy
+from autopipe.passes.pipeline.placing import PredictedPlacement, predict_placement, run_strategy
 from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
 from autopipe.passes.pipeline.runner import Runner
 from autopipe.passes.registry import Scheduler
@@ -18,14 +18,16 @@ from autopipe.passes.schedule.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class SimulatedSchedule:
     """A schedule of a placement, with a simulated step that fits the memory of all devices."""
 
     schedule: Schedule
     timeline: Timeline
 
 
-def place_and_schedule(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:
+def place_and_schedule(
+    request: Request, runner: Runner
+) -> tuple[PredictedPlacement, SimulatedSchedule]:
     """Return (placement, schedule) of a request that names strategy and scheduler. Raise the errors
     of `make_plan`.
     """
@@ -35,8 +37,8 @@ def place_and_schedule(request: Request, runner: Runner) -> tuple[Placed, Schedu
 
 
 def schedule_placed(
-    placed: Placed, scheduler: Scheduler, runner: Runner
-) -> tuple[Placed, Scheduled]:
+    placed: PredictedPlacement, scheduler: Scheduler, runner: Runner
+) -> tuple[PredictedPlacement, SimulatedSchedule]:
     """Return (placed, scheduled): the placement, and its schedule with the simulated step.
 
     If memory does not suffice, the placement is changed so that stages that recompute keep no
@@ -54,7 +56,7 @@ def schedule_placed(
     return placed, simulate_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
 
 
-def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
+def run_scheduler(placed: PredictedPlacement, scheduler: Scheduler, runner: Runner) -> Schedule:
     """Return the verified schedule that a scheduler creates. Raise InfeasibleError if it does not
     support the placement.
     """
@@ -67,17 +69,20 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
 
 
 def simulate_schedule(
-    placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
-) -> Scheduled:
+    placed: PredictedPlacement,
+    schedule: Schedule,
+    runner: Runner,
+    known: tuple[SimulatedSchedule, ...] = (),
+) -> SimulatedSchedule:
     """Return a schedule with its simulated step. If a schedule in `known` has the same tasks in the
     same order on each device, its step is used. Raise OutOfMemoryError if the memory of a device
     does not suffice.
     """
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
     if same is not None:
-        return Scheduled(schedule, same.timeline)
+        return SimulatedSchedule(schedule, same.timeline)
     timeline = runner.run(
         "simulate", lambda: simulate(schedule, placed.graph.stage_devices, placed.prediction)
     )
     check_memory(placed.problem, placed.placement, timeline)
-    return Scheduled(schedule, timeline)
+    return SimulatedSchedule(schedule, timeline)

@@ -120,7 +120,7 @@ class NodeNames:
         name = self.names[node]
         return name if len(self._positions[name]) == 1 else node
 
-    def has(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """True if a node has this name."""
         return name in self._positions
 
@@ -169,7 +169,9 @@ def node_entries(
     for glob in globs:
         if not remaining:
             break
-        matched = candidates.intersection(() if names.has(glob) else names.matching_nodes(glob))
+        matched = candidates.intersection(
+            () if names.has_name(glob) else names.matching_nodes(glob)
+        )
         if not remaining.isdisjoint(matched) and all(node in allowed for node in matched):
             found.append((min(matched), glob))
             remaining -= matched
@@ -622,7 +624,7 @@ def _split_entries(
     found = []
     remaining = [node for node in stage.nodes if degrees_by_node[node]]
     for most_frequent, count in counted.most_common(1):
-        if 2 * count > counted.total() and not names.has("*"):
+        if 2 * count > counted.total() and not names.has_name("*"):
             found.append(ExplicitSplits(most_frequent, EVERY))
             served = _nodes_with_splits(samples, stage, most_frequent)
             remaining = [node for node in stage.nodes if node not in served]

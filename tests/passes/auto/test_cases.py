@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.ir.errors import OutOfMemoryError
 from autopipe.ir.problem import Constraint, Mode, Optimizer
-from autopipe.passes.auto.choose import choose
+from autopipe.passes.auto.choose import choose_plan
 from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.tessel_shapes import TesselShapes
@@ -37,7 +37,7 @@ def asked(path, devices, **more):
 @pytest.mark.parametrize(("devices", "mode"), [(1, Mode.TRAIN), (3, Mode.INFER)])
 def test_no_named_choice_is_faster(small, devices, mode):
     request = asked(small, devices, mode=mode)
-    found = choose(request)
+    found = choose_plan(request)
     assert found.problem.mode is mode
     for strategy in (DataParallel(), TesselShapes("v")):
         for scheduler in (OneForwardOneBackward(), GPipe()):
@@ -50,7 +50,7 @@ def test_no_named_choice_is_faster(small, devices, mode):
 
 def test_what_came_of_a_choice_is_what_naming_it_gives(small):
     request = asked(small, 2)
-    found = choose(request)
+    found = choose_plan(request)
     best = min(found.plan.alternatives, key=lambda each: each.step_time_s or 1.0)
     assert best.step_time_s == found.timeline.end
     named = dataclasses.replace(
@@ -66,12 +66,12 @@ def test_what_came_of_a_choice_is_what_naming_it_gives(small):
 
 
 def test_fewer_samples_than_devices(small):
-    found = choose(asked(small, 4, batch_size=2))
+    found = choose_plan(asked(small, 4, batch_size=2))
     assert found.problem.batch_size == 2
 
 
 def test_constraints_are_obeyed(small):
-    found = choose(
+    found = choose_plan(
         asked(
             small, 2, constraints=(Constraint("product0", stage=0), Constraint("product1", stage=1))
         )
@@ -93,7 +93,7 @@ def test_state_is_shared_where_one_device_cannot_hold_it(wide):
         make_plan(
             dataclasses.replace(request, strategy=DataParallel(), scheduler=OneForwardOneBackward())
         )
-    found = choose(request)
+    found = choose_plan(request)
     tried = [each for each in found.plan.alternatives if each.choice.strategy == "data_parallel"]
     assert [each.choice.shard for each in tried if each.step_time_s] == [True]
     assert max(found.timeline.peak_memory) <= request.memory_limit

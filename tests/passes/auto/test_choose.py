@@ -13,9 +13,9 @@ from autopipe.ir.errors import InfeasibleError, InternalError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.plan import plan_digest
 from autopipe.passes.auto import candidates as budget
-from autopipe.passes.auto.choose import choose, search_plans
+from autopipe.passes.auto.choose import choose_plan, search_plans
 from autopipe.passes.auto.plan_cache import JsonStore, cache_key, decode_error, encode_error
-from autopipe.passes.pipeline import Observer, Request, Runner, read
+from autopipe.passes.pipeline import Observer, Request, Runner, read_request_model
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.zero_bubble import DualPipe
@@ -50,7 +50,7 @@ class Recorder(Observer):
 def fresh(model, tmp_path_factory):
     store = JsonStore(tmp_path_factory.mktemp("answers"))
     heard = Recorder()
-    return choose(request_of(model), heard, store), store, heard
+    return choose_plan(request_of(model), heard, store), store, heard
 
 
 def test_incumbents_get_better_and_none_is_below_its_bound(fresh):
@@ -64,7 +64,7 @@ def test_incumbents_get_better_and_none_is_below_its_bound(fresh):
 def test_a_kept_answer_is_the_one_that_was_found(fresh, model):
     found, store, _ = fresh
     heard = Recorder()
-    again = choose(request_of(model), heard, store)
+    again = choose_plan(request_of(model), heard, store)
     assert "pase" not in heard.names, "nothing is searched"
     assert again.digest == found.digest == plan_digest(again.plan)
     assert again.request == found.request
@@ -98,7 +98,7 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
     damage(document)
     (tmp_path / path.name).write_text(json.dumps(document))
     monkeypatch.setattr("autopipe.passes.auto.choose._search_and_choose", lambda *_: found)
-    assert choose(request_of(model), None, JsonStore(tmp_path)) is found
+    assert choose_plan(request_of(model), None, JsonStore(tmp_path)) is found
     assert (
         json.loads((tmp_path / path.name).read_text())["step_time_s"]
         == found.plan.summary.step_time_s
@@ -107,7 +107,7 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
 
 def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
     def key(request):
-        return cache_key(request, read(request, Runner()))
+        return cache_key(request, read_request_model(request, Runner()))
 
     other = layers(tmp_path / "other.onnx", count=4, width=256)
     moved = layers(tmp_path / "moved.onnx", count=4, width=512)
@@ -128,7 +128,7 @@ def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
 @pytest.mark.parametrize("cores", [1, 3])
 def test_other_processes_come_to_the_same_plan(fresh, model, monkeypatch, cores):
     monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: cores)
-    found = choose(request_of(model)).plan
+    found = choose_plan(request_of(model)).plan
     other = fresh[0].plan
     times = {"search_time_s": ()}
     assert dataclasses.replace(found.summary, **times) == dataclasses.replace(
@@ -139,7 +139,7 @@ def test_other_processes_come_to_the_same_plan(fresh, model, monkeypatch, cores)
 
 def test_no_time_gives_the_first_plan_there_is(model, tmp_path):
     store = JsonStore(tmp_path)
-    found = choose(request_of(model, time_limit=1e-6), None, store)
+    found = choose_plan(request_of(model, time_limit=1e-6), None, store)
     assert found.plan.summary.step_time_s > 0
     assert len(found.plan.alternatives) == 1
     assert not list(tmp_path.iterdir()), "the best may be another"
@@ -158,7 +158,7 @@ def test_time_ends_the_search_with_the_best_so_far(model):
 
 def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
     monkeypatch.setattr(budget, "_MAX_SIZE", {"pase": 1, "tepdist": 1})
-    found = choose(request_of(model))
+    found = choose_plan(request_of(model))
     refused = {
         each.choice.strategy: each.refused for each in found.plan.alternatives if each.refused
     }
@@ -170,7 +170,7 @@ def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
 
 def test_large_placements_are_simulated_only_where_they_can_win(model, monkeypatch, fresh):
     monkeypatch.setattr(budget, "_MAX_TASKS", 0)
-    found = choose(request_of(model))
+    found = choose_plan(request_of(model))
     assert found.digest == fresh[0].digest
     left = [
         each
@@ -208,7 +208,7 @@ def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monke
     monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: 1)
     store = JsonStore(tmp_path)
     heard = Failing()
-    found = choose(request_of(model), heard, store)
+    found = choose_plan(request_of(model), heard, store)
     told = {str(error).partition(",")[0] for error in heard.failures}
     name = "piper" if pieces == "a strategy" else "gpipe"
     assert f"pass {name}" in told, "schedules that begin with gpipe's fail with it"
@@ -220,7 +220,7 @@ def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monke
 
     heard.failed = refuse
     with pytest.raises(InternalError, match="no such luck"):
-        choose(request_of(model), heard)
+        choose_plan(request_of(model), heard)
 
 
 def test_a_mistake_of_ours_is_told_by_other_processes_too():
@@ -239,5 +239,5 @@ def test_a_named_schedule_is_refused_for_its_own_reason(model):
         InfeasibleError,
         match="requires an even number of micro-batches, 4 or more, but the step has 2",
     ):
-        choose(request_of(model, scheduler=DualPipe(), micro_batches=2), heard)
+        choose_plan(request_of(model, scheduler=DualPipe(), micro_batches=2), heard)
     assert not {"data_parallel", "pipedream", "tepdist"} & set(heard.names)

@@ -149,8 +149,8 @@ class Partition:
 
 
 _WORTH_WIDENING = 1.2
-"""A partition is improved with its unused devices (`Solver._improve`) if its step is shorter than
-this factor times the limit on the step.
+"""A partition is improved with its unused devices (`PartitionSolver._improve`) if its step is
+shorter than this factor times the limit on the step.
 """
 
 _FEW_STAGES = 6
@@ -164,7 +164,7 @@ differently.
 
 
 @dataclass(frozen=True, slots=True)
-class Solver:
+class PartitionSolver:
     """The search for partitions of the chain `line` on at most `devices` devices. `train` is False
     for inference.
     """
@@ -173,7 +173,9 @@ class Solver:
     devices: int
     train: bool
 
-    def partitions(self, table: OptionTable, least: float, limit: float) -> Iterator[Partition]:
+    def search_partitions(
+        self, table: OptionTable, least: float, limit: float
+    ) -> Iterator[Partition]:
         """Yield partitions of decreasing depth, while a smaller depth can give a shorter step.
 
         For each maximum depth, the partition whose slowest stage takes the least time is yielded.
@@ -197,7 +199,7 @@ class Solver:
             levels = answer.depth - 1
             least = target
 
-    def single_stage(self, table: OptionTable) -> Partition | None:
+    def single_stage_partition(self, table: OptionTable) -> Partition | None:
         """Return the partition with a single stage that takes the least time per micro-batch, or
         None if no single stage fits the memory.
         """
@@ -548,7 +550,7 @@ class MicroBatchSearch:
         # This partition is found quickly, is often good, and limits the search that follows.
         for size in sorted(self.loads, reverse=True) if best == np.inf else ():
             table = option_table(tables, self.seconds, size, (self.devices,))
-            answer = solver.single_stage(table) if table.options else None
+            answer = solver.single_stage_partition(table) if table.options else None
             if answer is not None:
                 best = answer.step_s
                 yield answer
@@ -560,15 +562,15 @@ class MicroBatchSearch:
             if self.loads[size] * (batch // size) > limit:
                 continue
             table = option_table(tables, self.seconds, size, self.degrees)
-            for answer in solver.partitions(table, self.loads[size], limit):
+            for answer in solver.search_partitions(table, self.loads[size], limit):
                 best = min(best, answer.step_s)
                 yield answer
 
-    def _make_solver(self, line: BlockChain) -> tuple[Solver, RangeTables]:
+    def _make_solver(self, line: BlockChain) -> tuple[PartitionSolver, RangeTables]:
         """Return the solver for a chain, and the tables from which the costs of its stages are
         computed.
         """
-        return Solver(line, self.devices, self.problem.train), make_range_tables(
+        return PartitionSolver(line, self.devices, self.problem.train), make_range_tables(
             self.problem, line.chain, self.samples
         )
 

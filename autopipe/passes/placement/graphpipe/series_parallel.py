@@ -93,14 +93,14 @@ class Parallel:
 Tree = Leaf | Series | Parallel
 
 
-def leaves(tree: Tree) -> tuple[int, ...]:
+def units_in_order(tree: Tree) -> tuple[int, ...]:
     """Return the units of a tree from its first to its last part, which is a topological order."""
     if isinstance(tree, Leaf):
         return (tree.unit,)
-    return tuple(itertools.chain.from_iterable(map(leaves, tree.parts)))
+    return tuple(itertools.chain.from_iterable(map(units_in_order, tree.parts)))
 
 
-def decompose(
+def decompose_series_parallel(
     needs: Sequence[int], weights: Sequence[float]
 ) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
     """Return (tree, regions) for units that are numbered in topological order.
@@ -260,7 +260,7 @@ def make_block_chain(
     more units than `limit`, adjacent units of a run are merged into blocks, so that few bytes cross
     the boundaries between blocks.
     """
-    order = leaves(tree)
+    order = units_in_order(tree)
     work = np.array([seconds[list(units.nodes[unit])].sum() for unit in order])
     total = float(work.sum())
     light = total / min(devices, _MIN_FORK_FRACTION) if len(order) > _SMALL_GRAPH else -1.0
@@ -292,7 +292,7 @@ def make_block_chain(
         found: list[Region] = []
         begins: list[int] = []
         for each in part.parts if isinstance(part, Series) else (part,):
-            stop = place + len(leaves(each))
+            stop = place + len(units_in_order(each))
             if not isinstance(each, Parallel) or work[place:stop].sum() <= light:
                 begins.append(place)
             else:
@@ -303,7 +303,7 @@ def make_block_chain(
                 branches = []
                 for branch in each.parts:
                     branches.append(tuple(make_regions(branch, place)))
-                    place += len(leaves(branch))
+                    place += len(units_in_order(branch))
                 found.append(Fork(tuple(branches), first, len(cuts)))
             place = stop
         return [*found, append_run(begins, place)] if begins else found
@@ -344,7 +344,7 @@ def alternative_trees(tree: Tree, needs: Sequence[int], weights: Sequence[float]
             seen.add(key)
             yield each
     # The order of the leaves of `tree` is the order of its own chain, which was searched before.
-    known = {leaves(tree)}
+    known = {units_in_order(tree)}
     every = itertools.islice(_topological_orders(needs, 0, ()), _MAX_ORDERS) if few else ()
     for order in (tuple(range(len(needs))), tuple(_order_by_finish_time(needs, weights)), *every):
         if order not in known:

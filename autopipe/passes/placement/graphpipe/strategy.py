@@ -30,7 +30,7 @@ from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.series_parallel import (
     alternative_trees,
-    decompose,
+    decompose_series_parallel,
     make_units,
 )
 from autopipe.passes.schedule.device_order import best_group_order
@@ -102,7 +102,7 @@ def _search_placement(problem: Problem) -> Placement | InfeasibleError:
     units = make_units(graph)
     forward, backward = mean_node_seconds(problem)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
-    tree, regions = decompose(units.needs, weights)
+    tree, regions = decompose_series_parallel(units.needs, weights)
     trees = itertools.chain((tree,), alternative_trees(tree, units.needs, weights))
     try:
         best = MicroBatchSearch(problem, units, forward + backward).find_best_placement(trees)
@@ -145,7 +145,7 @@ def search_stage_micro_batches(problem: Problem, placement: Placement) -> Placem
     for _ in range(_MAX_SWEEPS):
         before = best
         for indices, up in itertools.product(together, (False, True)):
-            changed = _with_next_size(problem, placement, indices, up)
+            changed = _change_to_next_size(problem, placement, indices, up)
             if changed is not None and (step := _kfkb_step_seconds(problem, changed)) < best:
                 placement = changed
                 best = step
@@ -154,7 +154,7 @@ def search_stage_micro_batches(problem: Problem, placement: Placement) -> Placem
     return placement
 
 
-def _with_next_size(
+def _change_to_next_size(
     problem: Problem, placement: Placement, indices: frozenset[int], up: bool
 ) -> Placement | None:
     """Return the placement in which the stages `indices` have the next larger (`up`) or next
@@ -220,7 +220,7 @@ def split_stages_by_pase(problem: Problem, placement: Placement) -> Placement:
                 if best != stage:
                     is_free = required.keys().isdisjoint(stage.nodes)
                     (found if is_free else fixed)[index] = best
-    placement = _with_stages(placement, fixed)
+    placement = _replace_stages(placement, fixed)
     if not found:
         return placement
 
@@ -241,7 +241,7 @@ def split_stages_by_pase(problem: Problem, placement: Placement) -> Placement:
         """
         step, busy = measure(placement)
         for index, other in others.items():
-            changed = _with_stages(placement, {index: other})
+            changed = _replace_stages(placement, {index: other})
             changed_step, changed_busy = measure(changed)
             if (changed_step, changed_busy[index]) < (step, busy[index]):
                 placement = changed
@@ -250,11 +250,11 @@ def split_stages_by_pase(problem: Problem, placement: Placement) -> Placement:
         return step, placement
 
     own = {index: placement.stages[index] for index in found}
-    both = improve(placement, found), improve(_with_stages(placement, found), own)
+    both = improve(placement, found), improve(_replace_stages(placement, found), own)
     return min(both, key=lambda each: each[0])[1]
 
 
-def _with_stages(placement: Placement, others: dict[int, Stage]) -> Placement:
+def _replace_stages(placement: Placement, others: dict[int, Stage]) -> Placement:
     """Return the placement in which the stages with the indices of `others` are replaced."""
     stages = (others.get(index, stage) for index, stage in enumerate(placement.stages))
     return replace(placement, stages=tuple(stages))

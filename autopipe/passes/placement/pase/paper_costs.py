@@ -39,7 +39,7 @@ of 10 TFLOP/s and links of 16 GB/s.
 """
 
 
-def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees:
+def enumerate_configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees:
     """Return all configurations with at most `devices` parts in total, of shape [configurations,
     axes], in lexicographic order.
 
@@ -433,7 +433,7 @@ def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
     class_of = [layer_classes.setdefault(layer, len(layer_classes)) for layer in graph.layers]
     degrees = []
     for layer in layer_classes:
-        found = configurations(
+        found = enumerate_configurations(
             [1 if axis.unsplit else axis.size for axis in layer.axes], devices, graph.cutoff
         )
         degrees.append(

@@ -236,7 +236,7 @@ _MAX_ENTRIES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class StageMessages:
     """The messages that the stage of each pair of downsets receives, or those that it sends, per
     micro-batch of the graph. Arrays are indexed by pair.
 
@@ -260,7 +260,7 @@ class Messages:
 
 def messages_between(
     problem: Problem, blocks: Blocks, downsets: Downsets, samples: SampleAxes
-) -> tuple[Messages, Messages]:
+) -> tuple[StageMessages, StageMessages]:
     """Return (received, sent): the messages of the stage of each pair of downsets.
 
     A stage receives a value if the inner downset produces it and a block of the stage reads it. It
@@ -297,7 +297,7 @@ def messages_between(
             more = read[downsets.outer, value] > read[downsets.inner, value]
             found += weight[value] * (more & made[downsets.inner, value])
         received.append(found)
-    return Messages(*received), Messages(*sent)
+    return StageMessages(*received), StageMessages(*sent)
 
 
 def _pairwise_products(
@@ -365,8 +365,8 @@ class SearchSpace:
 
     blocks: Blocks
     downsets: Downsets
-    received: Messages
-    sent: Messages
+    received: StageMessages
+    sent: StageMessages
     samples: int
 
 

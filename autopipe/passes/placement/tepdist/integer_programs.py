@@ -244,7 +244,7 @@ def fix_by_reduced_cost(
     part = Subproblem(model, all_configurations(model))
     choice = tuple(known)
     cost = float(model.cost_of(known)) if known else np.inf
-    threshold = _with_slack(cost if cutoff is None else cutoff)
+    threshold = _add_slack(cost if cutoff is None else cutoff)
     previous_bound = -np.inf
     for _ in range(ROUNDS):
         if choice and part.dual.cells([len(keep) for keep in part.kept]) <= most:
@@ -254,7 +254,7 @@ def fix_by_reduced_cost(
             if (found_cost := float(model.cost_of(found_choice))) < cost or not choice:
                 choice = found_choice
                 cost = found_cost
-        threshold = _with_slack(cost) if cutoff is None else threshold
+        threshold = _add_slack(cost) if cutoff is None else threshold
         part.drop_above(threshold)
         bound = part.bound
         if cost - bound <= SLACK * abs(cost) or bound - previous_bound < PROGRESS * (
@@ -303,7 +303,7 @@ def _count_pairs(model: MinSum, kept: Sequence[Array]) -> int:
     )
 
 
-def _with_slack(cost: float) -> float:
+def _add_slack(cost: float) -> float:
     """Return `cost` increased by the rounding error of a sum of many costs."""
     return cost + SLACK * abs(cost)
 

@@ -162,7 +162,7 @@ class IntraStageSearch:
         """
         inside = SplitProblem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
-        searched = self._with_costs(
+        searched = self._cost_stages(
             skeleton, [self._search_stage(inside, skeleton, i)[0] for i in numbers]
         )
         by_samples = [self._split_by_samples(stage) for stage in skeleton.stages]
@@ -171,7 +171,7 @@ class IntraStageSearch:
         ]
         if others == list(searched.placement.stages):
             return [searched]
-        sampled = self._with_costs(skeleton, others)
+        sampled = self._cost_stages(skeleton, others)
 
         def rank(which: int, stage: int) -> tuple[bool, float]:
             """Return the sort key of stage `stage` in one of the two placements: whether it exceeds
@@ -186,7 +186,7 @@ class IntraStageSearch:
         if len(set(faster)) == 1:
             return [searched, sampled]
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
-        return [searched, sampled, self._with_costs(skeleton, stages)]
+        return [searched, sampled, self._cost_stages(skeleton, stages)]
 
     def _search_stage(
         self, inside: SplitProblem, placement: Placement, index: int
@@ -281,7 +281,7 @@ class IntraStageSearch:
             stages = list(plain.placement.stages)
             for stage in same:
                 stages[stage] = replace(stages[stage], splits=_node_splits(nodes[stage], splits))
-            plain = self._with_costs(plain.placement, stages)
+            plain = self._cost_stages(plain.placement, stages)
         return plain
 
     def _check_minimum_memory(
@@ -302,7 +302,7 @@ class IntraStageSearch:
                 self.problem, [index], len(inside.plans), device, minimum, least=True
             )
 
-    def _with_costs(self, placement: Placement, stages: Sequence[Stage]) -> CostedPlacement:
+    def _cost_stages(self, placement: Placement, stages: Sequence[Stage]) -> CostedPlacement:
         """Return `placement` with the stages replaced by `stages`, the costs of these stages, and
         their excess of memory.
         """

@@ -38,10 +38,10 @@ from autopipe.passes.placement.tepdist.segments import (
     divide_into_segments,
     fill_cones,
     has_passed,
+    merge_without_cones,
     path_choice,
     solve_cheapest_path,
     variable_ranks,
-    without_cones,
 )
 from autopipe.passes.sharding.search import SplitTables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
@@ -462,7 +462,7 @@ class O3(Level):
 class O4(O3):
     """Level O4: one integer program over all operators. A memory limit is a row of the program."""
 
-    fill = staticmethod(without_cones)
+    fill = staticmethod(merge_without_cones)
 
 
 LevelName = Literal["O2", "O3", "O4"]

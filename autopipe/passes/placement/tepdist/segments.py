@@ -102,7 +102,7 @@ class Cones:
         return tuple(best[variable] for variable in range(len(best)))
 
 
-def without_cones(model: MinSum, _rate: float = 0.0) -> Cones:
+def merge_without_cones(model: MinSum, _rate: float = 0.0) -> Cones:
     """Return the merged model (`merge_edges`) in which each variable is a root. The rate is
     ignored.
     """
@@ -121,14 +121,17 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
     once = ResultCache()
     simple = merge_edges(model)
 
-    def with_memory(costs: Array, memory: Array | None) -> CostsAndMemory:
+    def to_costs_and_memory(costs: Array, memory: Array | None) -> CostsAndMemory:
         """Return costs and memory as sums; the memory is 0 if it is None."""
         return CostsAndMemory(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
 
     contraction = Contraction(
-        [once(with_memory, *each) for each in zip(simple.costs, simple.node_memory, strict=True)],
         [
-            (edge.source, edge.target, once(with_memory, edge.costs, edge.memory))
+            once(to_costs_and_memory, *each)
+            for each in zip(simple.costs, simple.node_memory, strict=True)
+        ],
+        [
+            (edge.source, edge.target, once(to_costs_and_memory, edge.costs, edge.memory))
             for edge in simple.edges
         ],
         partial(once, CostsAndMemory.transposed),
@@ -451,7 +454,7 @@ class SegmentTable:
             head = ends[0]
             self.headed.add(head)
             bounds = np.maximum(
-                self.bounds[head], _inner_bounds(self._with_fixed_ends((head,)), self.inner)[0]
+                self.bounds[head], _inner_bounds(self._fix_ends((head,)), self.inner)[0]
             )
             self.bounds[head] = bounds
             self.costs[head] = np.where(self.solved[head], self.costs[head], bounds)
@@ -459,7 +462,7 @@ class SegmentTable:
             return
         self.solved[ends] = True
         try:
-            found = cheapest_by_program(self._with_fixed_ends(ends), seconds, MAXIMUM_PAIRS, solver)
+            found = cheapest_by_program(self._fix_ends(ends), seconds, MAXIMUM_PAIRS, solver)
         except InfeasibleError:
             self.costs[ends] = self.bounds[ends] = np.inf
         else:
@@ -467,7 +470,7 @@ class SegmentTable:
             self.bounds[ends] = max(self.bounds[ends], found.bound)
             self.choices[ends] = found.choice[: self.inner]
 
-    def _with_fixed_ends(self, ends: Ends) -> MinSum:
+    def _fix_ends(self, ends: Ends) -> MinSum:
         """Return the model with the strategies of its first ends fixed to `ends`."""
         kept = all_configurations(self.model)
         for place, number in enumerate(ends, self.inner):

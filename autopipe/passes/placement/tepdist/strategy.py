@@ -74,7 +74,7 @@ class Mesh:
         return len(self.groups)
 
 
-def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
+def enumerate_meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
     """Yield the divisions of all devices into equal groups, one group per stage. If `stages` is not
     None, only divisions into `stages` groups are yielded.
 
@@ -138,7 +138,7 @@ def constrained_meshes(
     required groups themselves are the stages. Raise ConfigurationError, which names a constraint,
     if no mesh satisfies the constraints.
     """
-    found = tuple(meshes(cluster, stages))
+    found = tuple(enumerate_meshes(cluster, stages))
     # The required groups are sorted by their required stage, or by their first node if no stage is
     # required.
     ranks: dict[frozenset[int], tuple[tuple[int, int], Group]] = {}
@@ -576,7 +576,7 @@ class TePDist:
             # If constraints require groups of devices, the groups need not be equal, so other
             # numbers of stages are possible.
             has_device_constraints = any(constraint.devices for constraint in problem.constraints)
-            counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
+            counts = sorted({mesh.stages for mesh in enumerate_meshes(problem.cluster)})
             if self.stages < 1 or (self.stages not in counts and not has_device_constraints):
                 raise ConfigurationError(
                     f"stages is {self.stages}, but {problem.cluster.size} "
@@ -595,7 +595,7 @@ class TePDist:
         count = len(found.stages)
         # If only some device types are used, the number of stages may not be a valid value of
         # option `stages`.
-        is_option = any(mesh.stages == count for mesh in meshes(problem.cluster))
+        is_option = any(mesh.stages == count for mesh in enumerate_meshes(problem.cluster))
         return (
             replace(found, options=(("stages", count),))
             if self.stages is None and is_option

@@ -18,9 +18,9 @@ from autopipe.passes.cost.memory_check import check_stage_devices, device_memory
 from autopipe.passes.cost.range_tables import make_range_tables
 from autopipe.passes.cost.roofline import mean_node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
+from autopipe.passes.placement.graphpipe.micro_batch_search import PartitionSolver
 from autopipe.passes.placement.graphpipe.series_parallel import (
-    decompose,
+    decompose_series_parallel,
     make_block_chain,
     make_units,
 )
@@ -34,14 +34,16 @@ from tests.passes.placement.graphpipe.test_strategy import TWO
 SIZE = 4
 
 
-def prices_of(both: Problem) -> tuple[Solver, OptionTable]:
+def prices_of(both: Problem) -> tuple[PartitionSolver, OptionTable]:
     units = make_units(both.graph)
     seconds = sum(mean_node_seconds(both))
-    tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes])[0]
+    tree = decompose_series_parallel(
+        units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes]
+    )[0]
     line = make_block_chain(both.graph, units, tree, seconds, 100, both.cluster.size)
     tables = make_range_tables(both, line.chain)
     prices = option_table(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))
-    return Solver(line, both.cluster.size, both.train), prices
+    return PartitionSolver(line, both.cluster.size, both.train), prices
 
 
 def chains(
@@ -101,7 +103,7 @@ def test_no_chain_over_runs_has_a_faster_slowest_stage(
     both = problem(perceptron(widths, SIZE), mixed_cluster(parts), micro_batches)
     solver, prices = prices_of(both)
     best = least_of_all(prices, min(both.cluster.size, prices.block_boundaries - 1))
-    found = list(solver.partitions(prices, 0.0, np.inf))
+    found = list(solver.search_partitions(prices, 0.0, np.inf))
     if best == np.inf:
         assert not found
         return

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.range_tables import make_range_tables
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
+from autopipe.passes.placement.graphpipe.micro_batch_search import PartitionSolver
 from autopipe.passes.placement.graphpipe.series_parallel import (
     alternative_trees,
-    decompose,
+    decompose_series_parallel,
     make_block_chain,
     make_units,
 )
@@ -31,7 +31,7 @@ def least_found(given: Problem, others: bool) -> float:
     units = make_units(given.graph)
     forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
-    tree = decompose(units.needs, weights)[0]
+    tree = decompose_series_parallel(units.needs, weights)[0]
     best = np.inf
     for each in (tree, *(alternative_trees(tree, units.needs, weights) if others else ())):
         line = make_block_chain(
@@ -40,7 +40,7 @@ def least_found(given: Problem, others: bool) -> float:
         tables = make_range_tables(given, line.chain)
         seconds = NodeSeconds(given, tables.samples)
         prices = option_table(tables, seconds, SIZE, range(1, given.cluster.size + 1))
-        found = Solver(line, given.cluster.size, given.train).minimum_target(
+        found = PartitionSolver(line, given.cluster.size, given.train).minimum_target(
             prices, 0.0, best, given.cluster.size
         )
         best = best if found is None else found

@@ -11,8 +11,8 @@ from autopipe.passes.placement.graphpipe.series_parallel import (
     Parallel,
     Series,
     Tree,
-    decompose,
-    leaves,
+    decompose_series_parallel,
+    units_in_order,
 )
 
 
@@ -74,7 +74,7 @@ def parts_of(tree: Tree) -> list[Series | Parallel]:
 
 @given(random_needs())
 def test_leaves_are_a_topological_order_of_all_units(needs: list[int]) -> None:
-    order = leaves(decompose(needs, [1.0] * len(needs))[0])
+    order = units_in_order(decompose_series_parallel(needs, [1.0] * len(needs))[0])
     assert sorted(order) == list(range(len(needs)))
     seen = 0
     for unit in order:
@@ -85,8 +85,8 @@ def test_leaves_are_a_topological_order_of_all_units(needs: list[int]) -> None:
 @given(random_needs())
 def test_prefixes_in_series_and_branches_are_convex(needs: list[int]) -> None:
     waits = above(needs)
-    for part in parts_of(decompose(needs, [1.0] * len(needs))[0]):
-        groups = [set(leaves(each)) for each in part.parts]
+    for part in parts_of(decompose_series_parallel(needs, [1.0] * len(needs))[0]):
+        groups = [set(units_in_order(each)) for each in part.parts]
         if isinstance(part, Series):
             groups = [
                 set(itertools.chain.from_iterable(groups[:stop])) for stop in range(1, len(groups))
@@ -103,11 +103,11 @@ def test_parts_are_related_as_the_tree_says_but_within_the_regions_it_names(
     needs: list[int],
 ) -> None:
     waits = above(needs)
-    tree, found = decompose(needs, [1.0] * len(needs))
+    tree, found = decompose_series_parallel(needs, [1.0] * len(needs))
     regions = [set(region) for region in found]
     for part in parts_of(tree):
         for first, second in itertools.combinations(part.parts, 2):
-            for one, other in itertools.product(leaves(first), leaves(second)):
+            for one, other in itertools.product(units_in_order(first), units_in_order(second)):
                 ordered = waits[other] >> one & 1 or any(
                     {one, other} <= region for region in regions
                 )
@@ -116,11 +116,11 @@ def test_parts_are_related_as_the_tree_says_but_within_the_regions_it_names(
 
 @given(series_parallel_needs())
 def test_a_series_parallel_graph_has_no_other_region(needs: list[int]) -> None:
-    assert decompose(needs, [1.0] * len(needs))[1] == ()
+    assert decompose_series_parallel(needs, [1.0] * len(needs))[1] == ()
 
 
 def test_a_residual_connection_is_no_branch() -> None:
-    tree = decompose([0b0, 0b1, 0b10, 0b101], [1.0] * 4)[0]
+    tree = decompose_series_parallel([0b0, 0b1, 0b10, 0b101], [1.0] * 4)[0]
     assert tree == Series((Leaf(0), Leaf(1), Leaf(2), Leaf(3)))
 
 
@@ -135,4 +135,7 @@ def test_a_region_that_is_not_series_parallel_loses_little(
     """2 reads from 0, and 3 from 0 and 1: either 2 waits for 1, or 3 for 2, which matters where
     both are heavy.
     """
-    assert decompose([0, 0, 0b1, 0b11, 0b1100], [*weights, 1.0]) == (tree, ((0, 1, 2, 3),))
+    assert decompose_series_parallel([0, 0, 0b1, 0b11, 0b1100], [*weights, 1.0]) == (
+        tree,
+        ((0, 1, 2, 3),),
+    )

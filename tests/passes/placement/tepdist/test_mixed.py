@@ -15,7 +15,7 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import O2
-from autopipe.passes.placement.tepdist.strategy import StepBounds, TePDist, meshes
+from autopipe.passes.placement.tepdist.strategy import StepBounds, TePDist, enumerate_meshes
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.search import SplitProblem
 from tests.passes.cost.graphs import perceptron, problem
@@ -32,24 +32,24 @@ def given(layers: int = 12, micro_batches: int = 8) -> Problem:
 
 
 def test_groups_are_equal_within_each_device_type() -> None:
-    found = {mesh.name: mesh.groups for mesh in meshes(given().cluster)}
+    found = {mesh.name: mesh.groups for mesh in enumerate_meshes(given().cluster)}
     assert next(iter(found)) == "1 stage of 4 devices and 1 stage of 2 devices"
     assert len(found) == 6
     assert found["2 stages of 2 devices and 2 stages of 1 device"] == ((0, 1), (2, 3), (4,), (5,))
     nodes = mixed_cluster([(4, FAST), (4, SLOW)], per_node=2)
-    crossed = {mesh.name: mesh.groups for mesh in meshes(nodes)}[
+    crossed = {mesh.name: mesh.groups for mesh in enumerate_meshes(nodes)}[
         "1 stage of 2 x 2 devices and 1 stage of 2 x 2 devices"
     ]
     assert crossed in (((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 2, 1, 3), (4, 6, 5, 7)))
     free = replace(given().cluster, allow_mixed_stages=True)
-    assert [mesh.stages for mesh in meshes(free)] == [1, 2, 3, 6]
+    assert [mesh.stages for mesh in enumerate_meshes(free)] == [1, 2, 3, 6]
 
 
 @pytest.mark.parametrize("micro_batches", [2, 32])
 def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
     both = given(micro_batches=micro_batches)
     bounds = StepBounds(both)
-    for mesh in meshes(both.cluster):
+    for mesh in enumerate_meshes(both.cluster):
         stages = partition_chain(both, mesh.groups, {})
         placement = Placement(
             tuple(Stage(nodes, group, 8) for nodes, group in zip(stages, mesh.groups, strict=True))

@@ -23,7 +23,7 @@ from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.placement.tepdist.strategy import StepBounds, TePDist, meshes
+from autopipe.passes.placement.tepdist.strategy import StepBounds, TePDist, enumerate_meshes
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from tests.distributed.support.zoo import small_graph
@@ -189,7 +189,7 @@ def test_the_memory_limit_is_met_by_recomputation_if_permitted() -> None:
 def test_a_bound_is_never_above_a_step() -> None:
     given = open_problem(8)
     bounds = StepBounds(given)
-    for mesh in meshes(given.cluster):
+    for mesh in enumerate_meshes(given.cluster):
         for size in given.micro_batch_sizes:
             own = replace(with_micro_batch_size(given, size), micro_batch_sizes=())
             found = TePDist(stages=mesh.stages).run(own)
