@@ -40,9 +40,7 @@ class Candidate:
     """
 
     def apply_to(self, request: Request) -> Request:
-        """Return the request with the settings of this candidate in the fields that it leaves
-        open.
-        """
+        """Return the request with the settings of this candidate in its open fields."""
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
         if request.micro_batch_size is not None and request.batch_size is not None:
             count = request.batch_size // request.micro_batch_size
@@ -159,8 +157,10 @@ def may_support_schedule(request: Request, name: str, options: Mapping[str, Any]
     """Return False if the request names a schedule that does not support the placements of strategy
     `name` with `options`, and otherwise True.
 
-    The placements of strategy manual and of strategies of other packages are not known in advance,
-    so the result for these strategies is True.
+    Option `opposite` of grid is for published schedules in training only, so the result is False
+    for it if the request names no such schedule. The placements of strategy manual and of
+    strategies of other packages are not known in advance, so the result for these strategies is
+    True.
     """
     scheduler = request.scheduler
     if options.get("opposite") and (

@@ -273,8 +273,8 @@ def rule_of_thumb_candidate(request: Request, graph: Graph) -> Candidate | None:
 
 def interleaved_candidates(search: PlanSearch) -> Iterator[Candidate]:
     """Yield the grids with several stages per rank that were skipped at first. They get the number
-    of pipeline groups, the micro-batches and the other settings of the best grid, which makes their
-    search short.
+    of pipeline groups, the micro-batches and the other settings of the best grid, so that only few
+    degrees of parallelism remain to be searched.
     """
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
@@ -301,8 +301,8 @@ _OFTEN_SHARDED = ("tepdist",)
 later, so that this search is started early.
 """
 _ALWAYS_OR_NEVER = ("pase",)
-"""Strategies whose search counts the same memory for a stage with and without recomputation, so
-that a variation with recomputation gives nothing new.
+"""Strategies whose search counts the same memory for a stage with and without recomputation. They
+are not planned again with recomputation.
 """
 _NEAR = 1.5
 """Maximum ratio of a candidate's lower bound to the best step for which further numbers of

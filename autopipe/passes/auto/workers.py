@@ -1,8 +1,8 @@
 """Speculative execution of strategies in other processes, if there are free CPU cores.
 
 A worker is a fork of this process, so it has the model and all costs. It writes its results as
-lines of JSON to a pipe and exits. (The library `concurrent.futures` would pickle the model and the
-results.) Results do not depend on each other, so they equal the results of sequential execution.
+lines of JSON to a pipe and exits. (Processes of `concurrent.futures` would pickle their results.)
+Results do not depend on each other, so they equal the results of sequential execution.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ started earlier may take as long again.
 
 def memory_hints(request: Request, runner: Runner) -> Iterator[str]:
     """Yield hints for a request whose plan does not fit into memory: recomputation, sharded
-    optimizer state, or both, if the plan then fits.
+    optimizer state, or both, if the plan then fits. If no option suffices, the hint states this.
 
     Each option is planned with the request's strategy and scheduler. Both together are tried only
-    if neither suffices alone. The hint contains the maximum peak memory over all devices.
+    if neither suffices alone. A hint contains the maximum peak memory over all devices.
     """
     model = read_request_model(request, runner)
     if model.mode is not Mode.TRAIN:

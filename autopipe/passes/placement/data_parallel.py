@@ -43,8 +43,8 @@ class DataParallel:
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError unless all devices may share one stage, divide the samples of a
-        micro-batch evenly, and have enough memory for a full copy of the parameters and their
-        optimizer state.
+        micro-batch evenly, and have enough memory for all parameters, their gradients and their
+        optimizer state (of which each device stores a fraction if it is sharded).
         """
         check_single_stage_devices(problem, self.name)
         check_state_fits(problem, problem.cluster.size, 1)

@@ -239,7 +239,7 @@ class GridSearch:
            estimate, which ignores tensor-parallel communication, is not below the best step.
         2. For candidates with a predicted step of at most `_CLOSE` times the best step, further
            sizes are searched.
-        3. The best candidate is also tried with `Degrees.apart`.
+        3. In a cluster of several nodes, the best candidate is also tried with `Degrees.apart`.
 
         If no placement is found and memory is a reason, raise the OutOfMemoryError of the degrees
         that exceed the memory the least; otherwise raise the last error.

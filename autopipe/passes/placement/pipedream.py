@@ -137,8 +137,9 @@ def _trace_chain(choices: list[Choices], devices: int, cost: StageCost) -> list[
 
 @dataclass(frozen=True, slots=True)
 class ChainConstraint:
-    """Blocks `first` to `last` must be in one stage, with this stage number, these devices and this
-    number of devices. None permits any value.
+    """A constraint on blocks `first` to `last`. Each stage that contains some of these blocks must
+    have the stage number `stage`, the devices `devices` and the number of devices `degree`. None
+    permits any value. If `stage` is given, this stage must contain all of the blocks.
     """
 
     first: int

@@ -323,12 +323,12 @@ def place_fitting_chains(problem: Problem, outline: Outline) -> Placement:
 def _excess_and_capacity(
     problem: Problem, placement: Placement, capacity: tuple[float, ...]
 ) -> tuple[tuple[int, int], tuple[float, ...]]:
-    """Return ((excess under any schedule, excess under 1F1B), reduced capacities).
+    """Return ((excess under any schedule, excess under 1F1B), capacities).
 
-    The excess is the number of bytes by which the fullest device exceeds its memory, at least 0.
-    For a device that exceeds its memory, the capacity for parameters is reduced by the same
-    fraction by which the memory of its stages would have to shrink. Stages are assumed to recompute
-    if it is permitted, because memory is scarce.
+    The excess is the number of bytes by which the fullest device exceeds its memory, at least 0. If
+    a device exceeds its memory, its new capacity for parameters is the number of parameter bytes of
+    its largest stage, reduced by the fraction of its stages' memory that is in excess. Stages are
+    assumed to recompute if it is permitted, because memory is scarce.
     """
     if problem.train and problem.recompute == "auto":
         placement = Placement(tuple(replace(stage, recompute=True) for stage in placement.stages))

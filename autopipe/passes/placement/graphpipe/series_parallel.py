@@ -180,10 +180,11 @@ def cut_with_least_loss(
     parallelism is lost if the second part must wait for the first. Return the first part.
 
     The candidates for the first part are, for each unit: its ancestors, and all units except its
-    descendants, each with or without the unit itself; and the prefixes of `units`. The loss of a
-    candidate is the weight of all pairs (unit of the first part, unit of the second part) that are
-    independent, divided by the weight of all such pairs. The weight of a pair is the product of the
-    units' weights. `above` contains, for each unit, a bit set of all units that it depends on.
+    descendants, each with or without the unit itself; and the prefixes of `units`. A pair consists
+    of one unit of the first part and one of the second part, and its weight is the product of the
+    units' weights. The loss of a candidate is the weight of the pairs of independent units, divided
+    by the weight of all pairs. `above` contains, for each unit, a bit set of all units that it
+    depends on.
     """
     count = len(units)
     own = np.eye(count, dtype=bool)

@@ -369,8 +369,8 @@ def add_reshape(builder: LayerGraphBuilder, index: int) -> None:
 
     The operator is merged into the layer before it if it only adds or removes dimensions of size 1,
     merges dimensions other than the last one, or merges axes of a matmul (attention heads). Any
-    other reshape becomes two layers: the tensor is flattened into contiguous parts and then
-    unflattened.
+    other reshape becomes two layers: one flattens the tensor, which must be split into contiguous
+    parts, and one restores dimensions.
     """
     node = builder.graph.nodes[index]
     location = builder.locations[node.inputs[0]]
