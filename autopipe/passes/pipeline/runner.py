@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 class Observer:
-    """Callbacks of a `Runner`. The base class does nothing; override the callbacks that you
-    need.
+    """Callbacks of a `Runner`. The methods of this class do nothing; a subclass overrides the
+    callbacks that it needs.
     """
 
     def started(self, name: str) -> None:

@@ -142,6 +142,7 @@ class NodeNames:
 
 
 def _entry_text(entry: NodeEntry) -> str:
+    """Return an entry as text for messages."""
     return (
         f"the range from {entry[0]!r} to {entry[1]!r}" if isinstance(entry, tuple) else repr(entry)
     )
@@ -327,7 +328,7 @@ class Explicit:
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError if there are no stages."""
+        """Raise ConfigurationError if the option `placement` lists no stages."""
         if not self.placement:
             raise ConfigurationError(
                 "strategy explicit requires stages, but the key `placement` lists none",
@@ -575,6 +576,7 @@ def _check_order(graph: Graph, placement: Placement) -> None:
 
 
 def _node_text(graph: Graph, node: int) -> str:
+    """Return the index and the name of a node as text for messages."""
     return f"node {node}, {graph.nodes[node].name!r}"
 
 

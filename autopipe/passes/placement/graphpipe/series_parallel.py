@@ -245,8 +245,8 @@ _SMALL_GRAPH = 32
 become blocks in series.
 """
 _MIN_FORK_FRACTION = 32
-"""In a larger graph, a fork with at most this reciprocal fraction (1 / 32) of all work becomes
-blocks in series.
+"""In a larger graph, a fork becomes blocks in series if its work is at most the reciprocal of this
+number (1 / 32) of all work, or at most the even fraction of one device.
 """
 
 

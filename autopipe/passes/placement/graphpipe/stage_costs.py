@@ -208,7 +208,9 @@ class OptionTable:
     runs: tuple[int, ...]
     """Number of devices in each run of equal devices."""
     limits: tuple[float, ...]
-    """For each run: the memory limit in bytes of one of its devices."""
+    """For each run: the smallest memory limit of its devices, in bytes, plus the spare bytes of
+    `option_table`.
+    """
     bounds: frozenset[int]
     """All values of `StageOption.most` in the options. The set of ranges that fit the memory can
     change only from one of these levels to the next level.

@@ -389,7 +389,9 @@ class O2(Level):
         return self.cheapest_with_byte_cost(model, 0.0)
 
     def cheapest_with_byte_cost(self, model: MinSum, rate: float) -> Assignment:
-        """Return the cheapest choice if each byte costs `rate`."""
+        """Return the choice with the minimum cost plus `rate` times bytes. The cost of the result
+        is this sum.
+        """
         cones = fill_cones(model, rate)
         rank = variable_ranks(model)[list(cones.roots)]
         close = CLOSE / 2 if rate else SAME

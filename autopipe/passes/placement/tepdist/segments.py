@@ -208,8 +208,8 @@ MAXIMUM_HIGH_DEGREE = 6
 searched.
 """
 SMALL = 10
-"""Maximum number of variables of a segment that is small enough. If all segments are small, no
-further high-degree variables are needed.
+"""Number of variables up to which a segment counts as small. Between divisions whose segments are
+all small, only the number of high-degree variables matters.
 """
 
 
@@ -505,7 +505,7 @@ def _inner_bounds(model: MinSum, inner: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class StrategyPath:
-    """A strategy for each critical node, as a path of the dynamic programming."""
+    """A path of the dynamic programming: one strategy for each critical node."""
 
     strategies: tuple[int, ...]
     cost: float

@@ -71,6 +71,7 @@ class Mesh:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.groups)
 
 
@@ -307,7 +308,7 @@ stages take 3 seconds on an idle CPU core.
 
 @dataclass(frozen=True, slots=True)
 class MeshTrial:
-    """The result of trying one mesh with one number of micro-batches."""
+    """The result of trying one mesh with one number of micro-batches per step."""
 
     mesh: Mesh
     micro_batches: int
