@@ -40,8 +40,8 @@ from autopipe.ir.layout import TensorSlice, full_slice
 
 
 class HostCopies:
-    """Copies of tensors in host memory, by key. Each call of `start_copies` reuses the buffers of the
-    previous call and overwrites them. If `device` is a GPU, the buffers are page-locked.
+    """Copies of tensors in host memory, by key. Each call of `start_copies` reuses the buffers of
+    the previous call and overwrites them. If `device` is a GPU, the buffers are page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:

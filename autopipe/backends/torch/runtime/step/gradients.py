@@ -244,8 +244,8 @@ class GradientReduction:
         return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
 
     def counted_in_norm(self, rank: int, shards: Iterable[ParameterShard]) -> list[torch.Tensor]:
-        """Return the tensors in `updated_tensors` that rank `rank`, this rank, adds to the gradient norm.
-        Of several ranks that hold a parameter, the lowest counts it. `shards` are this rank's
+        """Return the tensors in `updated_tensors` that rank `rank`, this rank, adds to the gradient
+        norm. Of several ranks that hold a parameter, the lowest counts it. `shards` are this rank's
         shards of parameters.
         """
         first = {
