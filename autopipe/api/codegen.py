@@ -16,6 +16,7 @@ from autopipe.backends.torch.codegen.program import (
     check_program_folder,
     write_program,
 )
+from autopipe.backends.torch.codegen.stage import Style
 from autopipe.ir import VERSION
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER, Program, RankCode, StageCode
@@ -51,14 +52,16 @@ def codegen(
     *,
     model: Path | None = None,
     ranks: Sequence[int] = (),
+    style: Style = "flat",
     force: bool = False,
     events: Events | None = None,
 ) -> GeneratedProgram:
     """Write the program of the plan in the folder `plan`, to `folder` or to `program` in `plan`.
 
     `model` is the ONNX file if it is not where it was planned. With `ranks` only the files of these
-    ranks are written. `force` replaces files that were edited. Raises ConfigurationError,
-    ModelError or CodegenError.
+    ranks are written. `style` is the form of the files of stages: one statement per operator
+    (flat), or one function per class of repeated layers (layers). `force` replaces files that were
+    edited. Raises ConfigurationError, ModelError or CodegenError.
     """
     events = events or SilentEvents()
     target = folder or plan / "program"
@@ -67,7 +70,7 @@ def codegen(
     with events.progress("generating", total=2) as bar:
         planned = open_plan(plan, model)
         bar.advance(note="plan read")
-        program = write_programs(planned, target, only, force)
+        program = write_programs(planned, target, only, force, style=style)
         bar.advance(note="programs written")
     return GeneratedProgram(target, program, only)
 
@@ -78,13 +81,15 @@ def write_programs(
     ranks: Sequence[int] = (),
     force: bool = False,
     home: Path | None = None,
+    style: Style = "flat",
 ) -> Program:
     """Write the program of `planned` into `folder` and return it. Raises CodegenError or
     ConfigurationError.
 
     `home` is the folder to which the caller moves the program afterwards (default: `folder`). With
     `ranks` only the files of these ranks are written, for reading and for dry runs. The programs
-    for one device and the proof that no rank deadlocks are then omitted.
+    for one device and the proof that no rank deadlocks are then omitted. `style` applies to the
+    stages of the ranks.
     """
     problem = planned.problem
     plan = planned.plan
@@ -114,7 +119,7 @@ def write_programs(
     limits = () if problem.memory_limit is None else plan.memory_limits
     files = [
         ProgramFiles(
-            "", program, stage_titles, rank_titles, limits, frozenset(plan.host_bound_stages)
+            "", program, stage_titles, rank_titles, limits, frozenset(plan.host_bound_stages), style
         )
     ]
     if not ranks:

@@ -12,7 +12,7 @@ import numpy as np
 
 from autopipe.api.codegen import lower_plan
 from autopipe.api.plan_folder import open_plan
-from autopipe.backends.torch.codegen.stage import emit_forward
+from autopipe.backends.torch.codegen.stage import Style, emit_forward
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import array_difference
@@ -64,7 +64,7 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
     found = []
     for stage, own in zip(program.stages, stage_graphs(problem.graph, placement), strict=True):
         blocks = {rank: _read_values(ranks, stage.stage, rank) for rank in stage.devices}
-        for each in _written_values(stage, own):
+        for each in _written_values(stage, own, manifest.style):
             if each.value in expected:
                 # One device recorded the largest micro-batch of the program. The first micro-batch
                 # of this stage consists of the first samples of that micro-batch.
@@ -136,9 +136,11 @@ def _read_values(folder: Path, stage: int, rank: int) -> Arrays:
         return {name: stored[name] for name in stored.files}
 
 
-def _written_values(stage: StageCode, graph: Graph) -> Iterator[_WrittenValue]:
-    """Yield the values that nodes of a stage write, without partial sums."""
-    codes = emit_forward(stage).codes
+def _written_values(stage: StageCode, graph: Graph, style: Style) -> Iterator[_WrittenValue]:
+    """Yield the values that nodes of a stage write, without partial sums. The variable of a value
+    inside the function of a layer is "".
+    """
+    codes = emit_forward(stage, style).codes
     spaces = spaces_of(graph)
     for operation in stage.operations:
         if isinstance(operation, Compute):

@@ -16,8 +16,7 @@ from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, Value, VarintSlice
 from autopipe.ir.problem import Mode, NodeCost
 from autopipe.passes.analysis.batch_forms import LossForm
-from autopipe.passes.analysis.layer_names import name_layers
-from autopipe.passes.analysis.layers import LayerClass, find_layers
+from autopipe.passes.analysis.layers import LayerClass, find_layers, name_layers
 from autopipe.passes.analysis.loss_division import form_of_loss
 from autopipe.passes.cost.roofline import roofline_costs
 from autopipe.passes.frontend import Model, read_model

@@ -68,7 +68,7 @@ def verify_statically(
         made = Path(scratch) / "program"
         # The program contains the path of the model, so equal files require an equal path.
         planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
-        lowered = write_programs(planned, made, home=program)
+        lowered = write_programs(planned, made, home=program, style=manifest.style)
         bar.advance(note="messages")
         names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
         edited = tuple(name for name in names if not _are_equal(made / name, program / name))

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from autopipe.api.codegen import codegen as write_program
+from autopipe.backends.torch.codegen.stage import Style
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.words import plural
@@ -35,6 +36,13 @@ def _parse_ranks(
     callback=_parse_ranks,
     help="Write only these ranks, for inspection and dry runs.",
 )
+@click.option(
+    "--style",
+    type=click.Choice(["flat", "layers"]),
+    default="flat",
+    show_default=True,
+    help="Form of the stage files: one line per operator, or one function per repeated layer.",
+)
 @FORCE
 @standard_options
 def codegen(
@@ -43,6 +51,7 @@ def codegen(
     folder: Path | None,
     model: Path | None,
     ranks: tuple[int, ...],
+    style: Style,
     force: bool,
 ) -> None:
     """Write the program of every rank for the plan in folder PLAN.
@@ -50,9 +59,12 @@ def codegen(
     \b
     Example:
       autopipe codegen gpt.plan
+      autopipe codegen gpt.plan --style layers
       autopipe codegen llama.plan --ranks 0,17,4095
     """
-    made = write_program(plan, folder, model=model, ranks=ranks, force=force, events=output)
+    made = write_program(
+        plan, folder, model=model, ranks=ranks, style=style, force=force, events=output
+    )
     program = made.program
     words = ["autopipe", "launch", str(made.folder)]
     if made.ranks:

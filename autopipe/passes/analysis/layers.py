@@ -3,7 +3,7 @@ a stage of a ResNet.
 
 A *layer class* is a set of equal subgraphs, its *instances*. Node k of one instance has the
 operator, attributes, operand types and result types of node k of every other instance, and the
-wiring inside the instances is equal (see `autopipe.passes.analysis.repeats`). The names of nodes
+wiring inside the instances is equal (see `autopipe.ir.repeats`). The names of nodes
 and values are not compared. Values of parameters are not compared either. The values of constants
 are compared if they are small, because codegen writes them into the source.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,8 +24,9 @@ from typing import Final
 import numpy as np
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.layer_names import DEFAULT_NAME, layer_name
 from autopipe.ir.ops import OPERATORS, qualified_name
-from autopipe.passes.analysis.repeats import Labels, Repeat, Wiring, find_repeats
+from autopipe.ir.repeats import Labels, Repeat, Wiring, find_repeats
 
 _MAX_COMPARED_ELEMENTS: Final = 64
 """Maximum number of elements of a constant whose values must be equal in equal layers."""
@@ -68,6 +70,30 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
     is_heavy = np.array([_is_heavy(graph, node) for node in nodes], dtype=bool)
     repeats = find_repeats(labels, wiring, has_parameter, is_heavy)
     return tuple(_layer_class(each, order) for each in repeats)
+
+
+def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
+    """Return a name for each class, unique among `classes`, from the names of the parameters that
+    its layers read, otherwise from the names of their nodes. A number is appended to a name that
+    several classes would have.
+    """
+    counts: Counter[str] = Counter()
+    names = []
+    for each in classes:
+        slots = zip(*each.instances, strict=True)
+        nodes = [[graph.nodes[index] for index in indices] for indices in slots]
+        operands = (
+            operand
+            for corresponding in nodes
+            for operand in zip(*(node.inputs for node in corresponding), strict=True)
+            if graph.parameter(operand[0]) is not None
+        )
+        name = layer_name(operands)
+        if name == DEFAULT_NAME:
+            name = layer_name([node.name for node in corresponding] for corresponding in nodes)
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
+    return tuple(names)
 
 
 def _layer_class(repeat: Repeat, order: Sequence[int]) -> LayerClass:
@@ -169,7 +195,7 @@ def _labels_and_wiring(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiri
             tuple(descriptions[name] for name in node.outputs),
         )
         labels[index] = known_labels.setdefault(key, len(known_labels))
-        operands.append(tuple(numbers[name] for name in node.inputs if name in numbers))
+        operands.append(tuple(numbers[name] for name in node.inputs if name and name in numbers))
         for name in node.outputs:
             numbers[name] = written
             written += 1

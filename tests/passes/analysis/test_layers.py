@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
-from autopipe.passes.analysis.layer_names import name_layers
-from autopipe.passes.analysis.layers import LayerClass, find_layers
+from autopipe.passes.analysis.layers import LayerClass, find_layers, name_layers
 from autopipe.passes.frontend import read_model
 from tests.distributed.support.builder import Builder, mlp
 from tests.distributed.support.zoo import small_graph
@@ -96,3 +96,20 @@ def test_classes_of_one_name_are_numbered() -> None:
     classes = find_layers(graph)
     assert classes == (LayerClass(((0, 1), (2, 3))), LayerClass(((4, 5), (6, 7))))
     assert name_layers(graph, classes) == ("w layer", "w layer 2")
+
+
+def test_absent_results_and_operands_are_no_values() -> None:
+    """Nodes without their first result, before nodes without an optional operand."""
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    for _ in range(3):
+        hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
+    graph = builder.graph(builder.mean_square(hidden))
+    nodes = tuple(
+        replace(node, outputs=(*node.outputs, ""))
+        if index == 0
+        else replace(node, inputs=(*node.inputs, ""))
+        for index, node in enumerate(graph.nodes)
+    )
+    (found,) = find_layers(replace(graph, nodes=nodes))
+    assert found.instances == ((2, 3), (4, 5))

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopipe.backends.torch.codegen.archive import write_arrays
 from autopipe.backends.torch.codegen.rank import emit_rank, rank_module, stage_module
-from autopipe.backends.torch.codegen.stage import emit_stage
+from autopipe.backends.torch.codegen.stage import Style, emit_stage
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType
@@ -74,9 +74,10 @@ def program_manifest(
     home: Path,
     memory_limits: tuple[int, ...] = (),
     host_bound: frozenset[int] = frozenset(),
+    style: Style = "flat",
 ) -> dict[str, Any]:
     """Return the manifest of a program as a JSON object. `home` is the folder of the program.
-    `memory_limits` and `host_bound` are as in `ProgramFiles`. The module
+    `memory_limits`, `host_bound` and `style` are as in `ProgramFiles`. The module
     `autopipe.backends.torch.runtime.manifest` reads the manifest.
 
     Paths in the manifest are relative to `home` where possible, so that they remain valid if the
@@ -134,6 +135,7 @@ def program_manifest(
         **({"loss_division": division} if (division := encode(program.loss_division)) else {}),
         **({"eval": encode(evaluation)} if evaluation != Evaluation() else {}),
         **({"memory_limits": memory_limits} if memory_limits else {}),
+        **({} if style == "flat" else {"style": style}),
         **({} if data == DataSettings() else {"data": encode(data)}),
         **({"metrics": metrics} if (metrics := _predicted_metrics(provenance)) else {}),
         **(
@@ -223,6 +225,7 @@ class ProgramFiles:
     """Maximum GPU memory of each rank in bytes; () for no limits."""
     host_bound: frozenset[int] = frozenset()
     """Stages whose host, according to the plan, needs more time than their device."""
+    style: Style = "flat"
 
 
 def write_program(
@@ -284,7 +287,7 @@ def _file_texts(files: ProgramFiles, provenance: Provenance, home: Path) -> dict
     program = files.program
     found = {"run.py": _RUN_FILE_TEXT.format(ranks=files.program.world_size)}
     for stage, title in zip(program.stages, files.stage_titles, strict=True):
-        found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title)
+        found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title, files.style)
     for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
         if rank_title is not None:
             found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title)
@@ -295,7 +298,9 @@ def _file_texts(files: ProgramFiles, provenance: Provenance, home: Path) -> dict
             raise CodegenError(
                 f"the generated code is not valid Python: {error}", where=name
             ) from error
-    manifest = program_manifest(program, provenance, home, files.memory_limits, files.host_bound)
+    manifest = program_manifest(
+        program, provenance, home, files.memory_limits, files.host_bound, files.style
+    )
     found["manifest.json"] = json.dumps(manifest, indent=1) + "\n"
     return found
 

@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from autopipe.backends.torch.codegen.call import (
     torch_dtype,
 )
 from autopipe.backends.torch.codegen.elementwise import ELEMENTWISE
+from autopipe.backends.torch.codegen.layer_functions import Statement, fold_layers
 from autopipe.backends.torch.codegen.loop import loop_body_stage
 from autopipe.backends.torch.codegen.matmul_conv import MATMUL_CONV
 from autopipe.backends.torch.codegen.movement import MOVEMENT
@@ -55,6 +56,10 @@ out], bias [out].
 """
 
 Names = tuple[str, ...]
+Style = Literal["flat", "layers"]
+"""Form of a generated stage: `flat` writes one statement per operator, and `layers` writes one
+function per class of repeated layers.
+"""
 
 
 def _fuse_biases(stage: StageCode) -> tuple[Operation, ...]:
@@ -97,7 +102,6 @@ def _fuse_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
     return replace(addition, node=product.node, signature=joined)
 
 
-_MAX_LINE_LENGTH = 120
 _PARAMETER_PATTERN = re.compile(r"\bp\.(w\d+)\b")
 _CONSTANT_PATTERN = re.compile(r"\bp\.(c\d+)\b")
 _UNSAFE_CHARACTERS = re.compile(r"[^\x20-\x7e]")
@@ -115,14 +119,16 @@ class ForwardSource:
     read: tuple[Names, ...]
     """Names of the parameters that each recomputed segment reads."""
     codes: Mapping[str, str]
-    """Code of each value (a variable or expression) by the name of the value."""
-
-
-def emit_forward(stage: StageCode) -> ForwardSource:
-    """Return the source of the forward of a stage. Raise CodegenError for an operator without an
-    emitter.
+    """Code of each value (a variable or expression) by the name of the value; "" for a value inside
+    the function of a layer.
     """
-    return _ForwardWriter(replace(stage, operations=_fuse_biases(stage))).forward()
+
+
+def emit_forward(stage: StageCode, style: Style = "flat") -> ForwardSource:
+    """Return the source of the forward of a stage in a style. Raise CodegenError for an operator
+    without an emitter.
+    """
+    return _ForwardWriter(replace(stage, operations=_fuse_biases(stage)), style=style).forward()
 
 
 class _Segment(NamedTuple):
@@ -182,6 +188,7 @@ class _ForwardWriter:
     """Code of each value (a variable or expression) by the name of the value."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     margin: str = "    "
+    style: Style = "flat"
     loops: dict[str, str] = field(default_factory=dict)
     """Source text of the functions that run the loop operators of the stage, by function name."""
 
@@ -196,12 +203,23 @@ class _ForwardWriter:
         functions = [
             self._write_segment(number, segment) for number, segment in enumerate(segments)
         ]
+        inputs = tuple(value.name for value in stage.inputs)
+        layers: tuple[str, ...] = ()
         if stage.segments:
             lines = self._segment_calls(segments, outputs)
+        elif self.style == "flat":
+            lines = self._body_lines(stage.operations, inputs, outputs)
         else:
-            lines = self._body_lines(
-                stage.operations, tuple(value.name for value in stage.inputs), outputs
+            folded = fold_layers(
+                self._statements(stage.operations, inputs, outputs),
+                self._variables_of(outputs),
+                {self.codes[name]: name for name in _names_held_by_p(stage)},
             )
+            layers = folded.functions
+            lines = list(folded.lines)
+            for name, code in self.codes.items():
+                present = "" if code in folded.hidden else code
+                self.codes[name] = folded.renamed.get(code, present)
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple_code(outputs)}", ""])
         own = [
@@ -210,7 +228,7 @@ class _ForwardWriter:
         ]
         read = tuple(tuple(dict.fromkeys(_PARAMETER_PATTERN.findall(each))) for each in own)
         return ForwardSource(
-            "\n\n".join([*self.loops.values(), *functions, text]),
+            "\n\n".join([*self.loops.values(), *functions, *layers, text]),
             arguments,
             self._variables_of(outputs),
             read,
@@ -267,7 +285,16 @@ class _ForwardWriter:
         self, operations: tuple[Operation, ...], arguments: Names, results: Names
     ) -> list[str]:
         """Return the lines of `operations`, the body of a function with the given arguments and
-        results. Each value is deleted after its last use, to free its memory.
+        results.
+        """
+        statements = self._statements(operations, arguments, results)
+        return [line for each in statements for line in each.lines(self.margin)]
+
+    def _statements(
+        self, operations: tuple[Operation, ...], arguments: Names, results: Names
+    ) -> list[Statement]:
+        """Return the statements of `operations`, the body of a function with the given arguments
+        and results. Each value is deleted after its last use, to free its memory.
         """
         last = dict.fromkeys(arguments, -1)
         for position, operation in enumerate(operations):
@@ -277,39 +304,34 @@ class _ForwardWriter:
         for name in (name for name in last if name not in kept):
             dead[last[name]].append(name)
         statements = (
-            self._statement_lines(operation, dead[position])
+            self._statement(operation, dead[position])
             for position, operation in enumerate(operations)
         )
-        return [line for lines in statements for line in lines]
+        return [each for each in statements if each is not None]
 
-    def _statement_lines(self, operation: Operation, dead: list[str]) -> list[str]:
-        """Return the lines of one operation. `dead` has the names of the values that no later
-        operation reads, in the order in which the code first uses them. Time is linear in the
-        number of the operation's values and of `dead`.
+    def _statement(self, operation: Operation, dead: list[str]) -> Statement | None:
+        """Return the statement of one operation, None if no operation reads its results. `dead` has
+        the names of the values that no later operation reads, in the order in which the code first
+        uses them. Time is linear in the number of the operation's values and of `dead`.
         """
         unread = frozenset(dead)
         written = frozenset(operation.writes)
+        targets: tuple[str, ...]
         if isinstance(operation, Collective):
-            code, comment = self._collective_code(operation)
-            target = self._new_variable(operation.result)
+            code, facts = self._collective_code(operation)
+            name = ""
+            targets = (self._new_variable(operation.result),)
         else:
             code = self._operation_code(operation)
-            comment = _operation_comment(operation)
-            results = operation.signature.results
-            target = ", ".join(
+            name, facts = _operation_comment(operation)
+            targets = tuple(
                 "_" if value is None or value.name in unread else self._new_variable(value)
-                for value in results
+                for value in operation.signature.results
             )
-            if target == "_":
-                return []
-        statement = (
-            f"{self.margin}{target} = "
-            f"{code}{self._del_statement(name for name in dead if name not in written)}"
-        )
-        pad = max(2, 72 - len(statement))
-        if len(statement) + pad + len(comment) <= _MAX_LINE_LENGTH:
-            return [f"{statement}{' ' * pad}# {comment}"]
-        return [f"{self.margin}# {comment}", statement]
+            if targets == ("_",):
+                return None
+        dropped = self._variables_of(each for each in dead if each not in written)
+        return Statement(targets, code, dropped, name, facts)
 
     def _operation_code(self, operation: Compute) -> str:
         """Return the expression that computes an operator. Raise CodegenError if the operator has
@@ -439,9 +461,9 @@ class _ForwardWriter:
         )
 
 
-def _operation_comment(operation: Compute) -> str:
-    """Return the comment of an operation: the name of its node in printable ASCII, the local shape
-    of its first result, and its splits.
+def _operation_comment(operation: Compute) -> tuple[str, str]:
+    """Return the parts of the comment of an operation: the name of its node in printable ASCII, and
+    the local shape of its first result with its splits.
     """
     name = _UNSAFE_CHARACTERS.sub("?", repr(operation.signature.node.name))
     name = name if len(name) <= 60 else f"{name[:28]}…{name[-28:]}"
@@ -449,7 +471,7 @@ def _operation_comment(operation: Compute) -> str:
         str(list(value.shape)) for value in operation.signature.results[:1] if value is not None
     )
     splits = ", ".join(f"{split.axis} over {split.degree}" for split in operation.splits)
-    return f"{name} {shapes}" + (f"  split {splits}" if splits else "")
+    return name, shapes + (f"  split {splits}" if splits else "")
 
 
 def _mesh_axes_code(layout: Layout) -> str:
@@ -501,14 +523,14 @@ def defer_weight_gradient(emitter: CodeEmitter, call: Call) -> str:
     return f"p.weight_grads(lambda {arguments}: {emitter(replace(call, codes=local))}, {tensors})"
 
 
-def emit_stage(stage: StageCode, title: str) -> str:
+def emit_stage(stage: StageCode, title: str, style: Style = "flat") -> str:
     """Return the source text of the module of a stage: docstring, imports, types of inputs and
     outputs, names of parameters and constants, and the function `forward`.
 
     `title` is the first line of the docstring. It must not contain text from the model, because
     models are untrusted.
     """
-    forward = emit_forward(stage)
+    forward = emit_forward(stage, style)
     rows = [
         ("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)
     ]

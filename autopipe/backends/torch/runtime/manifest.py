@@ -133,6 +133,8 @@ class Manifest:
     loss_division: Annotated[LossDivision, OmitDefault()] = field(default=AVERAGED_LOSS)
     lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
     training: Annotated[Training, OmitDefault()] = field(default=Training())
+    style: Annotated[Literal["flat", "layers"], OmitDefault()] = "flat"
+    """Form of the files of stages (`codegen --style`)."""
 
     @property
     def counts_labels(self) -> bool:

@@ -238,7 +238,7 @@ def test_an_interruption_while_writing_leaves_what_was_there(tmp_path: Path) -> 
 def test_text_that_is_no_python_is_never_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "emit_stage", lambda stage, title: "def forward(:\n")
+    monkeypatch.setattr(folder_module, "emit_stage", lambda stage, title, style: "def forward(:\n")
     with pytest.raises(CodegenError, match="generated code is not valid Python") as caught:
         write_program([files()], PROVENANCE, tmp_path / "program")
     assert "stage_00.py" in str(caught.value)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.passes.analysis.repeats import Repeat, Wiring, find_repeats
+from autopipe.ir.repeats import Repeat, Wiring, find_repeats
 
 Operands = Sequence[tuple[int, ...]]
 

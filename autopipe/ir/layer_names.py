@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
-
-from autopipe.ir.graph import Graph
-from autopipe.passes.analysis.layers import LayerClass
 
 DEFAULT_NAME: Final = "layer"
 """Name of a class whose layers have no common name."""
@@ -46,60 +43,63 @@ _MIN_PLURAL_CHARACTERS: Final = 3
 """A word with more characters than this that ends in s is assumed to be a plural."""
 _MAX_CHARACTERS: Final = 40
 """Maximum number of characters of a class name."""
-_MAX_SAMPLED_INSTANCES: Final = 4
-"""Maximum number of instances of a class whose names are compared."""
+_MAX_SAMPLED_LAYERS: Final = 4
+"""Maximum number of layers whose names are compared."""
 
 
-def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
-    """Return a name for each layer class. Names are unique among `classes`: a number is appended to
-    a name that an earlier class has.
+def layer_name(slots: Iterable[Sequence[str]]) -> str:
+    """Return the name of a layer class: the most frequent one that its slots give, otherwise
+    `DEFAULT_NAME`.
+
+    A slot has the corresponding names in some of the layers: those of one parameter, or of one
+    node.
     """
-    counts: Counter[str] = Counter()
-    names = []
-    for each in classes:
-        name = _class_name(graph, each)
-        counts[name] += 1
-        names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
-    return tuple(names)
+    found = Counter(_common_name(names[:_MAX_SAMPLED_LAYERS]) for names in slots)
+    del found[""]
+    return found.most_common(1)[0][0] if found else DEFAULT_NAME
 
 
-def _class_name(graph: Graph, layer: LayerClass) -> str:
-    """Return the name of a layer class. It is the most frequent common name of corresponding
-    parameters or, if these have none, of corresponding nodes. Return `DEFAULT_NAME` if neither have
-    a common name.
+def suffix_after_number(names: Sequence[str]) -> str:
+    """Return the part of corresponding names behind the number in which they differ, with `.` as
+    separator, such as `attention.query.weight`; "" if they do not differ in one number.
     """
-    instances = layer.instances[:_MAX_SAMPLED_INSTANCES]
-    from_parameters: Counter[str] = Counter()
-    from_nodes: Counter[str] = Counter()
-    for indices in zip(*instances, strict=True):
-        nodes = [graph.nodes[index] for index in indices]
-        from_nodes[_common_name([node.name for node in nodes])] += 1
-        for operands in zip(*(node.inputs for node in nodes), strict=True):
-            if graph.parameter(operands[0]) is not None:
-                from_parameters[_common_name(operands)] += 1
-    for found in (from_parameters, from_nodes):
-        del found[""]
-        if found:
-            return found.most_common(1)[0][0]
-    return DEFAULT_NAME
+    names = names[:_MAX_SAMPLED_LAYERS]
+    place = _differing_place(names)
+    return "" if place is None else ".".join(_words(names[0])[place + 1 :])
 
 
 def _common_name(names: Sequence[str]) -> str:
     """Return the class name that follows from `names`, the corresponding names in several
     instances; "" if the names do not differ in exactly one number.
     """
-    paths = [_SEPARATOR.split(name.strip("/.")) for name in names]
-    if len({len(path) for path in paths}) != 1:
+    place = _differing_place(names)
+    if place is None:
         return ""
+    words = _words(names[0])
+    numbered = _NUMBERED.fullmatch(words[place])
+    return "" if numbered is None else _class_words([*words[:place], numbered[1]])
+
+
+def _differing_place(names: Sequence[str]) -> int | None:
+    """Return the index of the first word in which names differ; None unless this word ends in a
+    different number in each name, and the names have equally many words.
+    """
+    paths = [_words(name) for name in names]
+    if len({len(path) for path in paths}) != 1:
+        return None
     for place, words in enumerate(zip(*paths, strict=True)):
         if len(set(words)) == 1:
             continue
         numbered = [_NUMBERED.fullmatch(word) for word in words]
         stems = {match[1] for match in numbered if match is not None}
-        if None in numbered or len(stems) != 1 or len(set(words)) != len(words):
-            return ""
-        return _class_words([*paths[0][:place], stems.pop()])
-    return ""
+        is_number = None not in numbered and len(stems) == 1
+        return place if is_number and len(set(words)) == len(words) else None
+    return None
+
+
+def _words(name: str) -> list[str]:
+    """Return the parts of a name that separators divide."""
+    return _SEPARATOR.split(name.strip("/."))
 
 
 def _class_words(path: Sequence[str]) -> str:
