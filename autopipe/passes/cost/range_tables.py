@@ -214,7 +214,7 @@ class RangeTables:
         found = found + self.step_end_seconds(degree, device, reduce) / count
         return found + self.accumulate_seconds(device, count)
 
-    def held(self, degree: int) -> Matrix:
+    def state_bytes(self, degree: int) -> Matrix:
         """Return the bytes of parameters, gradients and optimizer state on each of `degree`
         replicas, without 16-bit copies of parameters.
         """
@@ -227,7 +227,7 @@ class RangeTables:
         whose forward has run and whose backward has not.
         """
         parts = MemoryParts(
-            self.held(degree),
+            self.state_bytes(degree),
             self.low_precision,
             self.workspace.local(degree),
             self.received.local(degree),

@@ -407,7 +407,7 @@ def shared_table_nodes(
             )
         region = grow_region(model, node, axis, degree, everything, {})
         cut = frozenset({node}) if region.open else frozenset(region.axes)
-        found.append(SharedTableNodes(read[0], cut | model.feeders(node)))
+        found.append(SharedTableNodes(read[0], cut | model.weight_producers(node)))
     return tuple(found)
 
 

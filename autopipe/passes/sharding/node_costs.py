@@ -160,7 +160,7 @@ class StageContext:
                 found.setdefault(name, (position, parameter))
         return dict(found.values())
 
-    def is_reduced_alone(self, name: str) -> bool:
+    def is_reduced_without_reader(self, name: str) -> bool:
         """True if no node of the stage reads value `name`, so that its partial sums are reduced for
         other stages or for the outputs of the graph.
 
@@ -171,7 +171,7 @@ class StageContext:
         is_loss = name not in self.graph.consumers() and not self.graph.type_of(name).shape
         return not (is_loss and name in self.options.given)
 
-    def times_run(self, value: str) -> int:
+    def layout_change_count(self, value: str) -> int:
         """Return how often a change of the layout of `value` runs per micro-batch: once in forward,
         once more with recomputation, and once for the gradient if the value has one.
         """
@@ -220,7 +220,9 @@ class StageContext:
                     )
         return self._statistics[key]
 
-    def holding(self, name: str, layouts: Sequence[Layout]) -> tuple[Floats, Floats, Integers]:
+    def parameter_costs(
+        self, name: str, layouts: Sequence[Layout]
+    ) -> tuple[Floats, Floats, Integers]:
         """Return (gradient seconds, update seconds, bytes) of the parameter `name` for each of
         `layouts`.
 
@@ -355,17 +357,17 @@ class NodeClass:
             backward = np.zeros_like(forward)
         seconds = forward * (1 + stage.options.recompute) + backward if problem.train else forward
         for position, name in enumerate(stage.graph.nodes[self.node].outputs):
-            if stage.is_reduced_alone(name):
+            if stage.is_reduced_without_reader(name):
                 left = self.leaves(position)
                 size = stage.graph.type_of(name).elements * stage.widths[name]
                 added = stage.reshard.to_copies(left.layouts, size)
-                seconds = seconds + added[left.layout_of] * stage.times_run(name)
+                seconds = seconds + added[left.layout_of] * stage.layout_change_count(name)
         seconds = seconds * problem.micro_batches
         gradients = np.zeros_like(seconds)
         memory = np.zeros(len(seconds), dtype=np.int64)
         for position, parameter in stage.own_parameters(self.node).items():
             wanted = self.reads(position)
-            gradient_s, update_s, held = stage.holding(parameter.value.name, wanted.layouts)
+            gradient_s, update_s, held = stage.parameter_costs(parameter.value.name, wanted.layouts)
             gradients += gradient_s[wanted.layout_of]
             seconds = seconds + update_s[wanted.layout_of]
             memory += held[wanted.layout_of]
@@ -375,7 +377,7 @@ class NodeClass:
             )
         return VariableCosts(seconds + gradients, gradients, backward, memory)
 
-    def passing_bytes(self) -> Integers:
+    def temporary_bytes(self) -> Integers:
         """Return the bytes of temporary memory on one device while the backward of the node runs,
         under each configuration, of shape [configurations]; 0 in inference.
 
@@ -427,7 +429,7 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
             ),
             tuple((each.bytes, each.dimensions) for each in stage.kept.get(node, ())),
             tuple(
-                (stage.is_reduced_alone(name), name in stage.gradient)
+                (stage.is_reduced_without_reader(name), name in stage.gradient)
                 for name in stage.graph.nodes[node].outputs
             ),
         )

@@ -65,7 +65,7 @@ class ReplicatedGraph:
         names = (name for name in self.graph.nodes[node].inputs if name)
         return frozenset().union(*(self.weights.get(name, frozenset()) for name in names))
 
-    def feeders(self, node: int) -> set[int]:
+    def weight_producers(self, node: int) -> set[int]:
         """Return the nodes that compute operands of `node` from parameters and constants only,
         directly or through each other.
         """

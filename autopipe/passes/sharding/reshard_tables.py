@@ -79,7 +79,7 @@ class DimensionPair:
     wanted: tuple[DimensionSharding, ...]
     wanted_of: Integers
 
-    def by_neighbours(self, size: int) -> DimensionPair:
+    def over_neighbour_groups(self, size: int) -> DimensionPair:
         """Return the pair with the shardings of this dimension over groups of `size` neighbouring
         devices, each group counted as one device (`ir.layout.layout_over_neighbours`).
         """
@@ -89,7 +89,7 @@ class DimensionPair:
         )
         return replace(self, held=held, wanted=wanted)
 
-    def spread(self, table: NDArray[Any]) -> NDArray[Any]:
+    def expand_to_layouts(self, table: NDArray[Any]) -> NDArray[Any]:
         """Return a table with one entry per source and target layout, looked up in `table`, which
         has one entry per sharding of `held` and of `wanted`.
         """
@@ -221,11 +221,11 @@ def _missing_volume(
         windows = any(window for _, window in pair.wanted)
         overlap = _overlap_between(pair.held, pair.wanted, pair.extent if windows else 0, group)
         overlaps.append(overlap)
-        minimum *= pair.spread(overlap.minimum)
+        minimum *= pair.expand_to_layouts(overlap.minimum)
         if not overlap.regular.all():
-            regular &= pair.spread(overlap.regular)
+            regular &= pair.expand_to_layouts(overlap.regular)
         need *= overlap.need.max(axis=1)[pair.wanted_of]
-        dimensions += pair.spread(overlap.lacks)
+        dimensions += pair.expand_to_layouts(overlap.lacks)
     cells = math.prod(overlap.extent for overlap in overlaps)
     fraction = (need - minimum) / cells
     rows, columns = np.nonzero(~regular)
@@ -270,9 +270,11 @@ def _is_slice_then_gather(
             np.array([_bound_bits(axes, divisors) for axes in shardings])
             for shardings in (held, wanted)
         )
-        bound_bits |= pair.spread(held_bounds[:, None] | wanted_bounds[None])
-        is_separable &= pair.spread(sharded_further | gathered)
-        gathered_bits |= pair.spread(np.where(gathered, held_bits[:, None] & ~wanted_bits[None], 0))
+        bound_bits |= pair.expand_to_layouts(held_bounds[:, None] | wanted_bounds[None])
+        is_separable &= pair.expand_to_layouts(sharded_further | gathered)
+        gathered_bits |= pair.expand_to_layouts(
+            np.where(gathered, held_bits[:, None] & ~wanted_bits[None], 0)
+        )
         target_bits |= wanted_bits[pair.wanted_of]
     distinct_bounds, index = np.unique(bound_bits, return_inverse=True)
     nests = [
@@ -436,11 +438,11 @@ class ReshardTable:
             shape,
         )
         if key not in self._moves:
-            self._moves[key] = self._affine(sources, targets)
+            self._moves[key] = self._fixed_and_per_byte(sources, targets)
         fixed, per_byte = self._moves[key]
         return fixed + per_byte * size_bytes
 
-    def _affine(
+    def _fixed_and_per_byte(
         self, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> tuple[Floats, Floats]:
         """Return (fixed seconds, seconds per byte of the unsharded tensor) to change a tensor from
@@ -453,7 +455,7 @@ class ReshardTable:
         is_separable = _is_slice_then_gather(pairs, shape, len(self.devices))
         is_separable &= np.array([not layout.windows for layout in targets])
         for size, line in transfer_times_by_level(self.cluster, self.devices):
-            by_size = [pair.by_neighbours(size) for pair in pairs]
+            by_size = [pair.over_neighbour_groups(size) for pair in pairs]
             fraction, dimensions = _missing_volume(by_size, shape, len(self.devices) // size)
             fixed += np.where(is_separable, dimensions, fraction > 0) * line.fixed_s
             per_byte += fraction * line.per_byte_s
@@ -517,7 +519,7 @@ class ReshardTable:
         added, addition_of = index_distinct_rows(
             [(partial_axes, partial_of[rows]), (shards, shards_of[rows]), *scattered], len(rows)
         )
-        adding = self._adding(
+        adding = self._reduction_costs(
             [_reduction_steps(over, count, axes_list) for over, count, *axes_list in added]
         )
         shape = len(sources), len(targets)
@@ -542,9 +544,9 @@ class ReshardTable:
         additions: list[Addition] = [
             _reduction_steps(each.partial_over, each.shard_count, ()) for each in sources
         ]
-        return self._adding(additions).seconds(size_bytes)
+        return self._reduction_costs(additions).seconds(size_bytes)
 
-    def _adding(self, additions: Sequence[Addition]) -> SumReduction:
+    def _reduction_costs(self, additions: Sequence[Addition]) -> SumReduction:
         """Return the costs of the reductions `additions`, as functions of the bytes of a tensor."""
         numbers = {
             step: number

@@ -140,7 +140,7 @@ def make_split_tables(
     classes = node_classes(stage)
     variable_of = {node: variable for variable, node in enumerate(classes)}
     costs_of = cache(NodeClass.costs)
-    passing_of = cache(NodeClass.passing_bytes)
+    passing_of = cache(NodeClass.temporary_bytes)
     costs = [costs_of(node_class) for node_class in classes.values()]
     edges: list[Edge] = []
 
@@ -184,13 +184,13 @@ def make_split_tables(
             value = shared_parameter(
                 wanted, graph.type_of(name).shape, only_whole=name in options.whole
             )
-            gradient_s, update_s, held = stage.holding(name, value.layouts)
+            gradient_s, update_s, held = stage.parameter_costs(name, value.layouts)
             costs.append(
                 VariableCosts(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held)
             )
         elif source is not None and source in classes:
             produced = classes[source], graph.nodes[source].outputs.index(name)
-            times = stage.times_run(name) * problem.micro_batches
+            times = stage.layout_change_count(name) * problem.micro_batches
             size = graph.type_of(name).elements * stage.widths[name]
             given = name in options.given
             if len(readers) == 1:
@@ -356,7 +356,7 @@ class SplitProblem:
             """Return the seconds that the stage is busy in a step."""
             return step_seconds(fitted.cost, micro_batches, overlap)
 
-        trials = self._trials(placement, index, tables, solver)
+        trials = self._placements_within_memory(placement, index, tables, solver)
         fitting = [each for each in trials if each.excess <= 0]
         if not fitting:
             closest = min(trials, key=lambda each: each.excess)
@@ -377,7 +377,7 @@ class SplitProblem:
         # The model ignores the latency of the gradient all-reduce and counts some layout changes
         # more than one time. Data parallelism, a choice of the model, can therefore be faster than
         # the model predicts. Compare it by its actual cost.
-        by_samples = self._by_samples(resized_problem.graph, best, index)
+        by_samples = self._split_by_samples(resized_problem.graph, best, index)
         if by_samples is None or by_samples.excess > 0 or seconds(by_samples) >= seconds(best):
             return best
         return replace(
@@ -385,7 +385,7 @@ class SplitProblem:
             proof=SplitProof(max(seconds(by_samples), bound), bound, seconds(by_samples) <= bound),
         )
 
-    def _trials(
+    def _placements_within_memory(
         self, placement: Placement, index: int, tables: SplitTables, solver: Solver
     ) -> list[FittedPlacement]:
         """Return one or more placements: `placement` with the splits of stage `index` that `solver`
@@ -429,7 +429,7 @@ class SplitProblem:
                 unmodelled += trials[-1].excess
         return trials
 
-    def _by_samples(
+    def _split_by_samples(
         self, graph: Graph, fitted: FittedPlacement, index: int
     ) -> FittedPlacement | None:
         """Return the placement of `fitted` with stage `index` split by samples only, or None if the

@@ -315,7 +315,7 @@ def _options(
     micro_batches = problem.batch_size // size
     part = size / problem.micro_batch_size / degree
     memory = MemoryParts(
-        tables.held(degree),
+        tables.state_bytes(degree),
         tables.low_precision,
         tables.workspace.scaled(part),
         tables.received.scaled(part),

@@ -257,7 +257,7 @@ class Level(ABC):
             point = with_recomputed_cost(answer, model)
             if not edge.is_improved_by(point.cost + rate * point.memory, rate):
                 break
-            edge.move(point)
+            edge.replace_point(point)
             found.offer(point.choice)
             found.offer_mixtures(rank, edge.over.choice, edge.under.choice)
         found.raise_bound(found.bound)

@@ -267,7 +267,7 @@ class Subproblem:
         choice of neighbours permits. Raise InfeasibleError if a node has none left.
         """
         self._support = AllowedConfigurations(model)
-        self.kept = self._support.of_kept(kept)
+        self.kept = self._support.allowed_in(kept)
         self.around = neighbours(model)
         self.dual = Dual(restrict(model, self.kept))
 
@@ -321,7 +321,7 @@ class Subproblem:
         that have no allowed pair with some neighbour. Raise InfeasibleError if a node has no
         configuration left.
         """
-        kept = self._support.of_kept(self.at(positions))
+        kept = self._support.allowed_in(self.at(positions))
         self.dual.restrict(
             [np.searchsorted(old, new) for old, new in zip(self.kept, kept, strict=True)]
         )
@@ -531,7 +531,7 @@ class ReducedStart:
         proven = bound >= goal.cutoff
         if proven and math.isinf(goal.cost):
             raise all_forbidden_error()
-        choice = self.reduction.expanded(goal.choice)
+        choice = self.reduction.expand_choice(goal.choice)
         cost = self._model.cost_of(choice)
         return Assignment(
             choice, cost, reported_bound(bound, cost, proven), proven, self._model.memory_of(choice)

@@ -437,7 +437,7 @@ class Reduction:
     work: int
     """Number of sums that were formed and compared for the reduction."""
 
-    def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
+    def expand_choice(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Return the cheapest choice for the original model that agrees with `choice`, a choice for
         the smaller model.
         """

@@ -85,7 +85,7 @@ class HullEdge:
         line = self.over.cost + rate * self.over.memory
         return cost < line - RELATIVE_TOLERANCE * abs(line)
 
-    def move(self, point: Assignment) -> None:
+    def replace_point(self, point: Assignment) -> None:
         """Replace the choice that is on the same side of the memory limit as `point` by `point`."""
         if point.memory <= self.limit:
             self.under = point
@@ -504,7 +504,7 @@ def _best_rate(
             goal.bound = float(found.bound)
         if not edge.is_improved_by(found.cost, rate):
             break
-        edge.move(replace(found, choice=choice, cost=model.cost_of(choice)))
+        edge.replace_point(replace(found, choice=choice, cost=model.cost_of(choice)))
         if MIN_SHRINK_FACTOR * model.cells([len(keep) for keep in remaining]) < model.cells(
             [len(keep) for keep in kept]
         ):
@@ -527,7 +527,7 @@ def _sweep_and_prune(
     part = start.part
     reduction = start.reduction
     for forward in (True, False):
-        goal.offer(configurations_at(kept, reduction.expanded(part.sweep(forward))))
+        goal.offer(configurations_at(kept, reduction.expand_choice(part.sweep(forward))))
         budget.spend(part.dual.work)
     cutoff = float(goal.cost) + rate * goal.limit
     remaining = list(kept)

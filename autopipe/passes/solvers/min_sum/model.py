@@ -476,7 +476,7 @@ class AllowedConfigurations:
             if id(edge.costs) in with_forbidden
         ]
 
-    def of_kept(self, kept: KeptConfigurations) -> list[Array]:
+    def allowed_in(self, kept: KeptConfigurations) -> list[Array]:
         """Return the configurations of `kept` that are not forbidden and that have, for each
         neighbour, an allowed pair with one of the neighbour's remaining configurations (arc
         consistency). Raise InfeasibleError if a node has no configuration left.

@@ -24,7 +24,7 @@ def test_the_minimum_cost_is_unchanged(model: MinSum, work: float) -> None:
     assert reduction.work <= work
     answer = eliminate(reduction.model)
     least = min(choices)[0]
-    expanded = reduction.expanded(answer.choice)
+    expanded = reduction.expand_choice(answer.choice)
     assert model.cost_of(expanded) == pytest.approx(least, rel=1e-12, abs=1e-12)
 
 
