@@ -41,6 +41,8 @@ _IRREGULAR_SINGULARS: Final = {"branches": "branch", "boxes": "box"}
 """Singular forms of plurals that do not only end in s."""
 _MIN_PLURAL_CHARACTERS: Final = 3
 """A word with more characters than this that ends in s is assumed to be a plural."""
+_EXPORTER_PREFIXES: Final = ("onnx::", "node_", "val_")
+"""Beginnings of names that torch's exporters invent. Such a name tells nothing about a layer."""
 _MAX_CHARACTERS: Final = 40
 """Maximum number of characters of a class name."""
 _MAX_SAMPLED_LAYERS: Final = 4
@@ -85,7 +87,7 @@ def _differing_place(names: Sequence[str]) -> int | None:
     different number in each name, and the names have equally many words.
     """
     paths = [_words(name) for name in names]
-    if len({len(path) for path in paths}) != 1:
+    if names[0].startswith(_EXPORTER_PREFIXES) or len({len(path) for path in paths}) != 1:
         return None
     for place, words in enumerate(zip(*paths, strict=True)):
         if len(set(words)) == 1:
@@ -111,7 +113,8 @@ def _class_words(path: Sequence[str]) -> str:
         return ""
     last = known[-1].lower()
     if last in _GENERIC:
-        words = [*map(_singular, known[-2:-1]), _GENERIC[last]]
+        around = [word for word in known[:-1] if word.lower() not in _GENERIC]
+        words = [*map(_singular, around[-1:]), _GENERIC[last]]
     elif _singular(last) != last:
         words = [_singular(last)]
     else:

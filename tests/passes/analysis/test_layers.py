@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
+from autopipe.ir.layer_names import layer_name
 from autopipe.passes.analysis.layers import LayerClass, find_layers, name_layers
 from autopipe.passes.frontend import read_model
 from tests.distributed.support.builder import Builder, mlp
@@ -85,6 +86,21 @@ def test_names_of_any_text_give_plain_words(words: list[str], end: str) -> None:
     (name,) = name_layers(graph, find_layers(graph))
     assert re.fullmatch(r"[A-Za-z0-9]+( [A-Za-z0-9]+)*", name)
     assert len(name) <= 44
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("model.layers.{}.mlp.up.weight", "layer"),
+        ("model.decoder.layers.{}.fc1.weight", "decoder layer"),
+        ("encoder.layer.2.transformer.layer.{}.output.weight", "encoder layer"),
+        ("towers.{}.linear.weight", "tower"),
+        ("h.{}.attn.weight", "layer"),
+        ("onnx::MatMul_{}", "layer"),
+    ],
+)
+def test_names_of_modules_name_the_class(path: str, expected: str) -> None:
+    assert layer_name([[path.format(number) for number in range(3)]]) == expected
 
 
 def test_classes_of_one_name_are_numbered() -> None:
