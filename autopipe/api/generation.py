@@ -55,7 +55,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The result of a generation."""
+    """The tokens that a decoder has generated, and the number of steps and seconds that it took."""
 
     tokens: list[list[int]]
     """The new tokens of each sequence, in the order of the prompts."""

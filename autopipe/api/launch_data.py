@@ -26,9 +26,10 @@ def check_training_data(
 ) -> tuple[int, int | None]:
     """Check the data that the steps read, and return (steps, epochs).
 
-    steps: the number of the step at which the run ends, `UNKNOWN_STEPS` if it ends with its data
-    and their number of samples is unknown.
-    epochs: the number of passes after which such a run ends, None for any other run.
+    steps: the number of the step at which the run ends. `UNKNOWN_STEPS` if the run ends with its
+    data and the number of their samples is unknown.
+    epochs: the number of passes through the data after which the run ends if `steps` is
+    `UNKNOWN_STEPS`, otherwise None.
 
     `note` receives notes for the user. Raises ConfigurationError for data that do not fit the
     program or the settings.

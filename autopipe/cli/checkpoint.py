@@ -222,8 +222,8 @@ def _report_tensors(found: ExportedTensors, output: Output) -> None:
 def import_command(
     output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool
 ) -> None:
-    """Write a copy of MODEL with the weights of FILE. Tensors are matched by the names of the
-    parameters of the PyTorch module, and have its layouts.
+    """Write a copy of MODEL with the weights of FILE. The names and layouts of the
+    tensors in FILE are those of the parameters of the PyTorch module.
 
     FILE is a safetensors file, the index of several safetensors files
     (model.safetensors.index.json), or an ONNX file. A tensor that exists only in FILE or only in

@@ -183,7 +183,7 @@ def test_numbers_of_other_kinds_are_not_compared_with_onnx_runtime(
     code, checks = verified(tmp_path / "plan" / "program", capsys)
     assert code == 0
     assert checks["outputs of the ranks"]["relative_difference"] == 0
-    assert checks["outputs of one device"]["worst"] == f"left out: {reason}"
+    assert checks["outputs of one device"]["worst"] == f"omitted: {reason}"
 
 
 OWN_SIZES = """

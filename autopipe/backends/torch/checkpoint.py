@@ -693,7 +693,9 @@ class CheckpointReader:
         size = math.prod(block.box.shape) * dtype.itemsize
         data = self._mapped[block.file][block.offset : block.offset + size]
         if data.size != size:
-            raise _damage_error(self._path, "a file is short", block.key)
+            raise _damage_error(
+                self._path, f"a file ends after {data.size} of {size} bytes of a tensor", block.key
+            )
         return data.view(dtype).reshape(block.box.shape)
 
 

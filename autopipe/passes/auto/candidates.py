@@ -240,7 +240,7 @@ def skip_reason(strategy: Strategy, operators: int, devices: int) -> SkippedErro
         return None
     size = f"{operators} {plural(operators, 'operator')} on {devices} {plural(devices, 'device')}"
     return SkippedError(
-        f"left out: {form} would search long for {size}; name it to have it searched"
+        f"skipped: {form} would search long for {size}; name it to have it searched"
     )
 
 
@@ -270,7 +270,7 @@ def scheduler_skip_reason(scheduler: Scheduler, placed: PredictedPlacement) -> S
         return None
     size = f"{stages} {plural(stages, 'stage')} and {count} {plural(count, 'micro-batch')}"
     return SkippedError(
-        f"left out: {scheduler.name} would search long for {size}; name it to have it searched"
+        f"skipped: {scheduler.name} would search long for {size}; name it to have it searched"
     )
 
 

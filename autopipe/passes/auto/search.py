@@ -100,9 +100,7 @@ class CandidateTrial:
         runs = (self.same_as or self).runs
         if not runs:
             return (
-                replace(
-                    row, refused=f"left out: no schedule of it takes less than {bound_s:.4g} s"
-                ),
+                replace(row, refused=f"skipped: no schedule of it takes less than {bound_s:.4g} s"),
             )
         row = replace(row, same_as=self.same_as.candidate.strategy.name if self.same_as else None)
         found = []
@@ -325,7 +323,7 @@ class PlanSearch:
         failed.
 
         The time of waiting counts for the pass `name`. Raise the error that the other process
-        found, and LeftOutError if the time limit passes.
+        found, and SkippedError if the time limit passes.
         """
 
         def await_result() -> JsonRecord | None:
@@ -336,7 +334,7 @@ class PlanSearch:
             )
             if found is None:
                 if self.is_over():
-                    raise SkippedError("left out: the time was over")
+                    raise SkippedError("skipped: the time limit of the search was reached")
                 return None
             record = JsonRecord(found, key)
             if record.has("refused"):

@@ -175,7 +175,10 @@ def _require_supported_body(body: Graph) -> None:
             )
         signature = signature_of(body, node)
         if row.mixes_samples(signature):
-            raise ModelError(f"the result of {where} mixes samples of the batch")
+            raise ModelError(
+                f"the result of {where} in the loop body mixes samples of the batch, which is not "
+                "supported"
+            )
         if any(signature.present(each) and signature.constant(each) is None for each in row.static):
             raise ModelError(
                 f"an operand of {where} that must be constant changes between iterations"

@@ -154,5 +154,5 @@ def _evaluate_tree(tree: ast.expr, symbols: Mapping[str, int | Fraction]) -> Fra
         case _:
             raise ValueError("the expression is not arithmetic")
     if abs(found) > _MAX_NUMBER:
-        raise ValueError("the number is too large")
+        raise ValueError(f"the size {found} is too large, expected at most {_MAX_NUMBER}")
     return found

@@ -28,7 +28,7 @@ BOUNDED = Alternative(
     2.0,
     4,
     1,
-    refused="left out: no schedule of it takes less than 2 s",
+    refused="skipped: no schedule of it takes less than 2 s",
 )
 TOO_LARGE = Alternative(
     Choice("piper"),

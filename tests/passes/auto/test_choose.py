@@ -163,7 +163,7 @@ def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
         each.choice.strategy: each.refused for each in found.plan.alternatives if each.refused
     }
     assert refused["pase"] == (
-        "left out: pase would search long for 10 operators on 2 devices; name it to have it "
+        "skipped: pase would search long for 10 operators on 2 devices; name it to have it "
         "searched"
     )
 
@@ -175,7 +175,7 @@ def test_large_placements_are_simulated_only_where_they_can_win(model, monkeypat
     left = [
         each
         for each in found.plan.alternatives
-        if (each.refused or "").startswith("left out: no schedule")
+        if (each.refused or "").startswith("skipped: no schedule")
     ]
     assert left
     assert all(each.lower_bound_s >= found.plan.summary.step_time_s * (1 - 1e-9) for each in left)

@@ -139,6 +139,7 @@ class _Folding:
         self.hidden: set[str] = set()
 
     def fold(self) -> FoldedBody:
+        """Return the functions of the repeated blocks, and the body that calls them."""
         calls: dict[int, _Call] = {}
         for blocks in self._equal_blocks():
             calls |= {call.block.start: call for call in self._calls(blocks)}
@@ -180,7 +181,10 @@ class _Folding:
                     yield blocks
 
     def _labels(self) -> tuple[np.ndarray, Wiring, np.ndarray, np.ndarray]:
-        """Return the arguments of `find_repeats` for the statements."""
+        """Return the arguments of `find_repeats`: the label of each statement, the variables that
+        statements read and write, and for each statement whether it reads a parameter and whether
+        it is a matmul or convolution with a parameter.
+        """
         known: dict[tuple[object, ...], int] = {}
         numbers: dict[str, int] = {}
         labels = []
@@ -213,6 +217,7 @@ class _Folding:
         )
 
     def _block(self, start: int, stop: int) -> _Block:
+        """Return the block of the statements from `start` to `stop` - 1."""
         numbers: dict[str, int] = {}
 
         def number(match: re.Match[str]) -> str:
@@ -270,6 +275,7 @@ class _Folding:
         ]
 
     def _is_read_later(self, block: _Block, variable: str) -> bool:
+        """Return True if a statement after the block, or the return statement, reads a variable."""
         return any(reader >= block.stop for reader in self.readers[variable])
 
     def _function_name(self, blocks: Sequence[_Block]) -> str:

@@ -344,7 +344,9 @@ def require_memory(graph: BlockGraph, micro_batches: int) -> None:
     for device, limit in limited:
         if (needed := micro_batches * net_memory(graph, device)) > limit:
             count = f"{micro_batches} {plural(micro_batches, 'micro-batch')}"
-            raise rejection(device, limit, needed, f"for the memory that {count} never free")
+            raise rejection(
+                device, limit, needed, f"because {count} allocate memory that they never free"
+            )
     if not limited or (
         micro_batches > 1
         and not all(_frees_only_its_allocations(graph, device) for device, _ in limited)

@@ -312,7 +312,7 @@ class Subproblem:
         positions = self.within(threshold)
         sizes = [len(of_node) for of_node in positions]
         if not all(sizes):
-            raise InfeasibleError("every choice costs more than the threshold")
+            raise InfeasibleError(f"every solution costs more than {threshold}")
         if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self.kept]):
             self._restrict_to(positions)
 

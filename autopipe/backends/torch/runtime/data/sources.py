@@ -479,7 +479,7 @@ class FunctionSource(SampleSource):
         where = f"{self._name}, batch {step}"
         if not self._advance(step):
             raise ConfigurationError(
-                "the data function has no batch with this number", hint="set --steps", where=where
+                f"the data function has no batch {step}", hint="set --steps", where=where
             )
         _, batch, _ = self._current
         if name not in batch:

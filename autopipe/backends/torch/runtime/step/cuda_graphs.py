@@ -317,7 +317,7 @@ class StageGraphs:
             passed.run_weight_gradients()
         except RuntimeError as error:
             if "synchronizing CUDA operation" in str(error):
-                raise NotCapturedError("one of its operators waits for the device") from error
+                raise NotCapturedError("an operator of the stage waits for the device") from error
             raise
         finally:
             torch.cuda.set_sync_debug_mode(mode)
