@@ -50,15 +50,15 @@ _MAX_SAMPLED_LAYERS: Final = 4
 
 
 def layer_name(slots: Iterable[Sequence[str]]) -> str:
-    """Return the name of a layer class: the most frequent one that its slots give, otherwise
-    `DEFAULT_NAME`.
+    """Return the name of a layer class: the most frequent one that its slots give; "" if they give
+    none.
 
     A slot has the corresponding names in some of the layers: those of one parameter, or of one
     node.
     """
     found = Counter(_common_name(names[:_MAX_SAMPLED_LAYERS]) for names in slots)
     del found[""]
-    return found.most_common(1)[0][0] if found else DEFAULT_NAME
+    return found.most_common(1)[0][0] if found else ""
 
 
 def suffix_after_number(names: Sequence[str]) -> str:
@@ -125,6 +125,7 @@ def _class_words(path: Sequence[str]) -> str:
 
 def _singular(word: str) -> str:
     """Return the singular of `word` if it is a plural, otherwise `word`."""
-    if word.endswith("s") and len(word) > _MIN_PLURAL_CHARACTERS:
+    is_plural = word.endswith("s") and not word.endswith("ss")
+    if is_plural and len(word) > _MIN_PLURAL_CHARACTERS:
         return _IRREGULAR_SINGULARS.get(word, word[:-1])
     return word

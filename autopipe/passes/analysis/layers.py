@@ -89,8 +89,9 @@ def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
             if graph.parameter(operand[0]) is not None
         )
         name = layer_name(operands)
-        if name == DEFAULT_NAME:
+        if not name:
             name = layer_name([node.name for node in corresponding] for corresponding in nodes)
+        name = name or DEFAULT_NAME
         counts[name] += 1
         names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
     return tuple(names)

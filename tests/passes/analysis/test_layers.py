@@ -96,7 +96,8 @@ def test_names_of_any_text_give_plain_words(words: list[str], end: str) -> None:
         ("encoder.layer.2.transformer.layer.{}.output.weight", "encoder layer"),
         ("towers.{}.linear.weight", "tower"),
         ("h.{}.attn.weight", "layer"),
-        ("onnx::MatMul_{}", "layer"),
+        ("onnx::MatMul_{}", ""),
+        ("cross.{}.weight", "cross layer"),
     ],
 )
 def test_names_of_modules_name_the_class(path: str, expected: str) -> None:

@@ -163,8 +163,7 @@ def test_what_would_take_long_is_left_out_and_said(model, monkeypatch):
         each.choice.strategy: each.refused for each in found.plan.alternatives if each.refused
     }
     assert refused["pase"] == (
-        "skipped: pase would search long for 10 operators on 2 devices; name it to have it "
-        "searched"
+        "skipped: pase would search long for 10 operators on 2 devices; name it to have it searched"
     )
 
 

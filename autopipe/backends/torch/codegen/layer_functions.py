@@ -24,7 +24,7 @@ from typing import Final
 
 import numpy as np
 
-from autopipe.ir.layer_names import layer_name, suffix_after_number
+from autopipe.ir.layer_names import DEFAULT_NAME, layer_name, suffix_after_number
 from autopipe.ir.repeats import Wiring, find_repeats
 
 MAX_LINE_LENGTH: Final = 120
@@ -285,7 +285,7 @@ class _Folding:
             for tokens in zip(*(block.tokens for block in blocks[:4]), strict=True)
             if tokens[0].startswith("p.w")
         ]
-        return _unique(_identifier(layer_name(slots)), self.function_names)
+        return _unique(_identifier(layer_name(slots) or DEFAULT_NAME), self.function_names)
 
     def _local_names(self, blocks: Sequence[_Block], arguments: Sequence[int]) -> dict[str, str]:
         """Return the names in the function of the tokens of the first block."""
