@@ -73,8 +73,8 @@ def generate(
     """Generate tokens with the program in the folder `program`, or with a program of the plan in
     this folder, and write them if a file is given.
 
-    With `debug`, torch's log lines are shown. Raises ConfigurationError if the program is no
-    decoder, or if the prompts do not fit it, and LaunchError if a rank fails.
+    With `debug`, log lines of torch elastic are shown. Raises ConfigurationError if the program is
+    no decoder, or if the prompts do not fit it, and LaunchError if a rank fails.
     """
     # This hides log lines of torch's C++ code. torch reads the variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

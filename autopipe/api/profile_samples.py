@@ -25,7 +25,9 @@ _MAX_LAP_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are measured together, in the order and as often as the model runs them."""
+    """Samples that are measured together, in the order in which the model runs them. Repetitions
+    are kept as far as a lap has room for them; operations of earlier groups are omitted.
+    """
 
     note: str
     size: int

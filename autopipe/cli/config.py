@@ -194,8 +194,8 @@ def _show_choices(
     find: Callable[[str], type[Any]],
     in_detail: bool,
 ) -> None:
-    """Print the first paragraph of each choice's docstring; `in_detail`, the whole docstring and
-    the options.
+    """Print the first paragraph of each choice's docstring; `in_detail` (for one name), the
+    whole docstring and the options. JSON has the first paragraph and the options in both cases.
     """
     entries: list[dict[str, object]] = []
     summaries = plain_table(key, "summary")

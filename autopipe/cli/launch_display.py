@@ -209,7 +209,9 @@ def show_profile(profile: StepProfile, output: Output) -> None:
 
 
 def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
-    """Print the table of predicted and measured values, unless the output is JSON or quiet."""
+    """Print the table of predicted and measured values, and a note if ranks share cores. Print
+    nothing if no step was measured, or if the output is JSON or quiet.
+    """
     if steps and not output.as_json and output.verbosity > Verbosity.QUIET:
         output.line(measured_table(run, steps))
         if line := core_line(run):

@@ -63,9 +63,10 @@ def _make_console(stderr: bool = False) -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output streams of a command. Stdout has the result only, as one JSON object with
-    `as_json`. Stderr has notes, progress and warnings. Names from models are not interpreted as
-    rich markup, and their control characters are escaped.
+    """The output streams of a command. Stdout has the result only: text, or with `as_json` one
+    JSON object, which follows the JSON lines of `record`. Stderr has notes, progress and
+    warnings. Names from models are not interpreted as rich markup, and their control characters
+    are escaped.
     """
 
     as_json: bool = False

@@ -81,8 +81,8 @@ def schedule(
     force: bool,
     **of_shape: Any,
 ) -> None:
-    """Search the shortest schedule for the blocks in the YAML file PLACEMENT, or for a published
-    placement shape.
+    """Search the shortest schedule, or compute a published one (--schedule), for the blocks in the
+    YAML file PLACEMENT or for a published placement shape.
 
     \b
     Example:

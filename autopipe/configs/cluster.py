@@ -136,7 +136,7 @@ class GroupDescription:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDescription:
-    """Devices of one type in a hierarchy of levels, or groups of devices of different types."""
+    """Devices of one type in a hierarchy of levels, or groups of devices, each of one type."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("device", "groups"),)
     name: str

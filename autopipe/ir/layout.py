@@ -302,9 +302,9 @@ class Layout:
         )
 
     def copies_of_first_shard(self, group: int) -> tuple[int, ...]:
-        """Return the positions of the devices, of `group` devices, that hold the same shard as the
-        device at position 0. In a partial layout, these devices hold partial sums of the same
-        shard.
+        """Return the positions of the devices, of `group` devices, that hold the same shard as
+        the device at position 0. In a partial layout, these devices hold partial sums or means
+        of the same shard.
         """
         positions = np.arange(group)
         difference = sum(

@@ -98,8 +98,8 @@ class Operation:
     planning time. Two uses of an operator with equal properties are one operation.
 
     `operands` and `results` are local types such as `float32[8,64]`; "" stands for an absent
-    tensor. `attributes` are those in the ONNX file. `gradients` are the indices of the operands
-    whose gradients backward computes.
+    tensor. `attributes` are those of the node, and `body` with the digest of its body if it has
+    one. `gradients` are the indices of the operands whose gradients backward computes.
     """
 
     operator: str

@@ -61,8 +61,8 @@ class Choice:
 
     `options` are the options of the strategy that differ from their defaults, as in a configuration
     file. `schedule` is the name of the scheduler, or None if the schedule was not searched.
-    `micro_batches` is None if the strategy chooses their number. `shard` is the value of
-    `Optimizer.shard`.
+    `micro_batches` is None if neither the request nor the search sets their number. The strategy or
+    its default then determines it. `shard` is the value of `Optimizer.shard`.
     """
 
     strategy: str

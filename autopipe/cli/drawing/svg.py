@@ -219,8 +219,8 @@ def block_graph_svg(graph: BlockGraph) -> str:
 
 
 def _graph_svg(title: str, nodes: Sequence[GraphNode], edges: Mapping[tuple[int, int], str]) -> str:
-    """Return the SVG of a graph. Nodes are ordered from left to right by their distance from a node
-    without predecessors. Edges have labels.
+    """Return the SVG of a graph. Nodes are ordered from left to right by the length of the
+    longest path to them. The values of `edges` are the labels of the edges.
     """
     places = _box_positions(len(nodes), edges)
     width = max(x for x, _ in places) + _BOX_WIDTH + 8

@@ -1,6 +1,6 @@
-"""Definitions of operators of ONNX Runtime with quantized weights of 2, 4 or 8 bits. A byte
-contains several weights, the first in its lowest bits. Blocks of weights share a scale. A split
-never divides a byte or a block.
+"""Definitions of operators of ONNX Runtime with quantized weights of 2, 4 or 8 bits. With 2 or 4
+bits, a byte contains several weights, the first in its lowest bits. Blocks of weights share a
+scale. A split never divides a byte or a block.
 """
 
 from __future__ import annotations

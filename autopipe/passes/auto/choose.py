@@ -340,9 +340,9 @@ def try_variations(
     """Try variations of the candidates that exceed memory, and of the most promising candidates.
 
     They are tried in this order: other numbers of micro-batches for strategies that do not choose
-    the number; losses that recompute their logits; recomputation of stages if memory may not
-    suffice; sharded optimizer state for the best candidates and for candidates without a plan. Each
-    variation uses the results of the preceding ones.
+    the number; if memory may not suffice, losses that recompute their logits and recomputation of
+    stages, unless the request sets them; sharded optimizer state for the best candidates and for
+    candidates that exceed the memory. Each variation uses the results of the preceding ones.
 
     problem: the problem with the largest micro-batches that the model supports.
     short: True if memory may not suffice for a training step.

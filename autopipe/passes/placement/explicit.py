@@ -617,7 +617,8 @@ def _split_entries(
     """Return the splits of a stage as entries.
 
     If one split applies to more than half of the split nodes, it is written first, for all nodes
-    (`*`). Nodes whose split differs from it follow, with one entry per distinct split.
+    (`*`), unless a node has the name `*`. Nodes whose split differs from it follow, with one entry
+    per distinct split.
     """
     degrees_by_node = {
         node: node_degrees(samples, node, stage.splits_of(node)) for node in stage.nodes

@@ -406,8 +406,8 @@ class PipeDream:
         size.
         """
         resolved = resolve_constraints(problem)
-        # The nodes of one stage number, or of one constraint without a stage number, must not share
-        # a block with other nodes.
+        # The range from the first to the last node of one stage number, or of one constraint
+        # without a stage number, must not share a block with nodes outside of it.
         by_stage: dict[int, tuple[int, ...]] = {}
         for each in resolved:
             if each.constraint.stage is not None:

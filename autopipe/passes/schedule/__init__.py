@@ -2,6 +2,6 @@
 order.
 
 Orders come from published schedules, from Tessel's search, or from a file. The modules of this
-package may import ir, analysis, cost and solvers. The simulator imports only ir and simulates the
-schedules of any scheduler.
+package may import ir, analysis, cost, solvers, and the modules batching and registry of passes. The
+simulator imports only ir and simulates the schedules of any scheduler.
 """

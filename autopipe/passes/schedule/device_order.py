@@ -94,9 +94,10 @@ def best_group_order(
 
 
 def group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yield orders of all device groups of a cluster, as indices of groups: first the given order,
-    then orders in which the groups of each device type are adjacent. Of orders that visit equal
-    groups in an equal sequence, only the first is yielded.
+    """Yield orders of all device groups of a cluster, as indices of groups: first the given
+    order, then orders in which the groups of each device type are adjacent. With more than
+    `_MAX_PERMUTED_TYPES` types, only the reverse of the given order follows. Of orders that
+    visit equal groups in an equal sequence, only the first is yielded.
     """
     given = tuple(range(len(cluster.groups)))
     type_of_group = _type_of_each_group(cluster)

@@ -353,12 +353,13 @@ def solve(
 
     Values count as optimal if the difference of their cost and its lower bound is at most the
     fraction `gap` of their cost. If the values `start` are given, the result is at least as good as
-    they are. `solver` is `auto` (HiGHS inside scipy) or another name of
-    `pulp_client.SOLVER_NAMES`. Solvers use one thread, so that equal programs have equal results
-    unless the time limit ends a run.
+    they are. `solver` is `auto` (HiGHS inside scipy) or another name of `pulp_client.SOLVER_NAMES`.
+    Solvers that accept a number of threads use one thread, so that equal programs have equal
+    results unless the time limit ends a run.
 
-    Raise AutopipeError if `start` violates a constraint or the objective has no minimum, and
-    ConfigurationError if the solver is not installed or fails.
+    Raise AutopipeError if `start` violates a constraint, if the objective has no minimum, if HiGHS
+    rejects the program, or if the process of PuLP fails. Raise ConfigurationError if the solver is
+    not installed or reports an error.
     """
     best = MilpResult(Status.UNKNOWN)
     if start is not None:

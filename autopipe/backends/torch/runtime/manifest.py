@@ -226,9 +226,9 @@ def remove_partial_outputs(path: Path) -> None:
 
 
 def _is_plain_file_name(name: str) -> bool:
-    """Return True if `name` can be the key of an array in an `.npz` file: a relative path without
-    special parts, of fewer than 200 printable characters, that does not end in `.npy`, which numpy
-    would remove.
+    """Return True if `name` can be the key of an array in an `.npz` file: a relative path
+    without special parts or backslashes, of fewer than 200 printable characters, that does not
+    end in `.npy`, which numpy would remove.
     """
     parts = name.split("/")
     return (

@@ -88,12 +88,13 @@ class CyclicModel:
                 self.model.add(second_end <= next_start).only_enforce_if(holds)
 
     def memory_in_use(self, device: int) -> list[tuple[LinearExprT, int]]:
-        """Return (expression, step) for each block that allocates memory on the device. The memory
-        in use directly after the block starts is expression * step.
+        """Return (expression, step) for each block that allocates memory on the device according to
+        `balanced_changes`. The memory in use directly after the block starts is expression * step.
 
         Directly after block i of micro-batch n starts, block j has started for the micro-batches up
         to n + k(i) - k(j), and for the last of these only if j = i or phase(j) < phase(i). Let c(j)
-        be the change of memory by block j; the c(j) add up to 0. The memory in use is then
+        be the change of memory by block j in `balanced_changes`; the c(j) add up to 0. The memory
+        in use is then
 
             sum over j of c(j) * (b(j, i) - k(j))
 

@@ -128,9 +128,10 @@ def causal_convolution(
     *,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (result, state). The result is a convolution per channel of x [b, c, t], in which an
-    element depends on itself and previous elements only; with `silu`, SiLU is applied. The state
-    contains the last elements of x, which precede x in the next call as `past`.
+    """Return (result, state). The result is a convolution per channel of x [b, c, t], in which
+    an element depends on itself and previous elements only; with `silu`, SiLU is applied. The
+    state contains the last elements of `past` (zeros if it is None) followed by x, as many as
+    the kernel needs. The next call takes it as `past`.
     """
     width = weight.shape[2] - 1
     joined = F.pad(x, (width, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)
