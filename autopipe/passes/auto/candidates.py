@@ -104,9 +104,9 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("breadth_first", {}),
     ("mcmc", {}),
 )
-"""Strategies and their options in the order in which they are tried. Planning time is about
-ascending, so that a first plan is found soon. Shape x is for schedule Chimera; several stages per
-rank are for interleaved 1F1B and the zero-bubble V schedules.
+"""Strategies with their options, in the order in which they are tried. Planning time is about
+ascending, so that a first plan is found soon. Shape x of tessel_shapes is for schedule Chimera.
+Several stages per rank are for interleaved 1F1B and the zero-bubble V schedules.
 """
 
 _WITH_AND_WITHOUT = ("tepdist",)
@@ -211,7 +211,7 @@ QUICK = ("data_parallel", "handcrafted", "manual", "one_weird_trick")
 LONG = ("tepdist", "piper")
 """Strategies with the longest searches. They are started early in other processes."""
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
-"""Strategies for which candidates with different options share cached intermediate results."""
+"""Strategies whose searches with different options share cached intermediate results."""
 _OTHER_FIELDS = ("micro_batches", "recompute", "shard", "scores")
 """Names of the fields of a candidate other than its strategy."""
 _MAX_TASKS = 2**14

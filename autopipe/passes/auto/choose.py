@@ -173,13 +173,12 @@ def _scheduler_names() -> tuple[str, ...]:
 
 
 def _choose_faster_loss_form(request: Request, runner: Runner) -> tuple[Request, bool]:
-    """Return (request, open), where the request names the form of the losses (save or recompute
-    their logits) that candidates use first.
+    """Return (request, open). Losses can save their logits for backward or recompute them.
 
-    request: the given request with the faster form; unchanged if it names a form or the model has
-    only one.
-    open: True if this form saves logits, so that candidates that exceed memory are also tried with
-    recomputed logits.
+    request: the given request with the faster of the two forms, which candidates use first;
+    unchanged if it names a form or the model has only one.
+    open: True if the faster form saves logits, so that candidates that exceed memory are also tried
+    with recomputed logits.
     """
     model = read_request_model(request, runner)
     if request.scores is not None or model.other is None:
@@ -218,15 +217,16 @@ def problem_with_largest_micro_batches(request: Request, runner: Runner) -> Prob
 
 
 _STATE_FRACTION = 1 / 4
-"""Maximum fraction of a device's memory that the first candidate uses for parameters, gradients and
-optimizer state.
+"""Maximum fraction of a device's memory that the candidate by a rule of thumb uses for parameters,
+gradients and optimizer state.
 """
 _PER_STAGE = 4
-"""Number of micro-batches per stage in the first candidate. With 4 per stage, about a fifth of a
-step is idle.
+"""Number of micro-batches per stage of the candidate by a rule of thumb. With 4 per stage, about a
+fifth of a step is idle.
 """
 _MIN_MICRO_BATCHES = 16
-"""Minimum number of micro-batches of the first candidate, which limits the memory of a micro-batch.
+"""Minimum number of micro-batches of the candidate by a rule of thumb. It limits the memory of a
+micro-batch.
 """
 
 
@@ -272,9 +272,12 @@ def rule_of_thumb_candidate(request: Request, graph: Graph) -> Candidate | None:
 
 
 def interleaved_candidates(search: PlanSearch) -> Iterator[Candidate]:
-    """Yield the grids with several stages per rank that were skipped at first. They get the number
-    of pipeline groups, the micro-batches and the other settings of the best grid, so that only few
-    degrees of parallelism remain to be searched.
+    """Yield the candidates of strategy grid with several stages per rank that were skipped at
+    first.
+
+    They get the number of pipeline groups, the micro-batches and the other settings of the best
+    plan, so that only few degrees of parallelism remain to be searched. Yield nothing if the best
+    plan is not of strategy grid, or has one stage only.
     """
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
@@ -313,7 +316,7 @@ micro-batches are tried.
 def early_candidates(
     every: Iterable[Candidate], problem: Problem, request: Request
 ) -> Iterator[Candidate]:
-    """Yield candidates with long searches that will usually be tried after all others, so that
+    """Yield variations of `every` that have long searches and will usually be tried later, so that
     their searches can be started early.
     """
     if _may_shard_optimizer(problem, request):
@@ -451,9 +454,9 @@ class _Variations:
         return found
 
     def candidates_with_given_count(self) -> list[Candidate]:
-        """Return the candidates whose number of micro-batches is given: neither their strategy nor
-        the same strategy with other options chooses it. Return [] if the request determines the
-        number.
+        """Return the candidates for which other numbers of micro-batches are tried: their
+        strategies prefer many micro-batches (`Division.MANY`), and do not choose the number,
+        whatever their options. Return [] if the request determines the number.
         """
         request = self.search.request
         if request.micro_batches is not None or request.micro_batch_size is not None:

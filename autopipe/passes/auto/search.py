@@ -60,7 +60,8 @@ class CandidateTrial:
 
     bound_s: lower bound on the seconds of a step under any schedule.
     refused: the error if there is no placement.
-    same_as: an earlier trial with an equal placement. Only the earlier trial has `runs`.
+    same_as: an earlier trial with an equal placement. Only the earlier trial has results of
+    schedulers (`runs`).
     """
 
     candidate: Candidate
@@ -72,14 +73,16 @@ class CandidateTrial:
 
     @property
     def best(self) -> ScheduleOutcome | None:
-        """The run with the shortest step; ties: the first run. None if no run has a step."""
+        """The result of the scheduler with the shortest step; ties: the first result. None if no
+        scheduler gave a step.
+        """
         return min(
             (run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None
         )
 
     @property
     def step_s(self) -> float:
-        """Seconds of the shortest step; infinite if no run has a step."""
+        """Seconds of the shortest step; infinite if no scheduler gave a step."""
         return math.inf if self.best is None else self.best.step_s
 
     def has_run(self, scheduler: Scheduler) -> bool:
@@ -122,8 +125,8 @@ the observer.
 """
 
 _SOON = 2
-"""Number of tasks for other processes that are started before the strategies with the longest
-searches.
+"""Number of tasks for other processes that are started before those of the strategies with the
+longest searches.
 """
 _GENERAL = ("manual", "pipedream")
 """Strategies whose error explains best why there is no plan: manual follows all constraints, and
@@ -236,8 +239,9 @@ class PlanSearch:
             self._try_candidate(candidate)
 
     def try_all_schedules(self) -> None:
-        """Try all schedules on the placements that can still be the best, in ascending order of
-        their step and lower bound.
+        """Try all schedules on the placements that can still be the best. The placements are
+        visited in ascending order of their shortest step so far; ties: in ascending order of the
+        lower bound.
 
         Other processes run schedulers that search, such as Tessel's, in advance.
         """
@@ -319,8 +323,8 @@ class PlanSearch:
         return skip_reason(candidate.strategy, operators, self.request.cluster.size)
 
     def _worker_result(self, name: str, key: str) -> JsonRecord | None:
-        """Return the result of another process for `key`; None if its work was not started or
-        failed.
+        """Wait for the result of another process for `key`, and return it. Return None if its work
+        was not started or failed.
 
         The time of waiting counts for the pass `name`. Raise the error that the other process
         found, and SkippedError if the time limit passes.

@@ -65,8 +65,8 @@ def read_request_model(
 
 
 _FOLLOWED = 3
-"""Minimum number of samples with which a model is read again to follow its batch axis, if it was
-read with one sample.
+"""Minimum number of samples with which a model is read again if it was read with one sample, so
+that its batch axis differs from axes of size 1.
 """
 
 
@@ -109,9 +109,10 @@ def use_whole_batch(request: Request, runner: Runner) -> Request:
 def graph_on_several_samples(
     request: Request, runner: Runner, model: Model, times: int = 1
 ) -> Graph:
-    """Return the graph of the model read with several samples per forward pass, or with `times` as
-    many. If the model cannot be read so, return its graph on one sample, in which no batch axis can
-    be followed.
+    """Return the graph of the model read with several samples per forward pass: `times` the
+    micro-batch size of the request, or `times` `_FOLLOWED` if that is larger.
+
+    If the model cannot be read with this number, return the graph of `model`.
     """
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     try:

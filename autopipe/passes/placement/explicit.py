@@ -361,13 +361,13 @@ class Explicit:
     def _splits_of_moved_nodes(
         self, names: NodeNames, homes: Sequence[set[int]], index: int
     ) -> dict[int, Degrees]:
-        """Return splits, by node, of nodes of stage `index` that splits of other stages select.
+        """Return, by node, the splits of nodes of stage `index` that are listed in other stages of
+        its pipeline.
 
-        If a node is moved to another stage, its entry in the splits of the former stage still
-        applies. So an entry of another stage of the same pipeline counts if one of these holds: it
-        is a name or a glob that selects no node of its own stage, or a range with an end outside of
-        its own stage. If several entries select a node, the last one counts. `homes` contains the
-        nodes of each stage.
+        A node that was moved to another stage keeps the split that its former stage lists for it.
+        An entry of another stage shows that a node was moved if it is a name or a glob that selects
+        no node of its own stage, or a range with an end outside of its own stage. If several of
+        these entries select a node, the last one counts. `homes` contains the nodes of each stage.
         """
         found: dict[int, Degrees] = {}
         for other, stage in enumerate(self.placement):
@@ -383,8 +383,11 @@ class Explicit:
 
 
 def _selects_moved_nodes(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
-    """True if `meant`, the nodes that `entry` selects, show that a node was moved out of the
-    entry's stage, which has the nodes `home`.
+    """True if `entry` shows that a node was moved out of the stage that lists the entry.
+
+    A range shows this if its first or last node is not in the stage, and a name or glob if it
+    selects no node of the stage. `meant` contains the nodes that the entry selects, ascending;
+    `home` contains the nodes of the stage.
     """
     if isinstance(entry, tuple):
         return meant[0] not in home or meant[-1] not in home
@@ -651,8 +654,8 @@ def node_degrees(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> D
 
 
 def _nodes_with_splits(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
-    """Return the nodes of a stage whose splits equal the splits that `degrees` produces for them
-    (`node_split`).
+    """Return the nodes of a stage whose splits equal `degrees`, after `node_split` has reduced
+    `degrees` to the axes that the node has.
     """
     found = {
         node: tuple(Split(*each) for each in node_split(samples, node, degrees))

@@ -106,7 +106,7 @@ def factorisations(
     tensor: int | None = None,
 ) -> Iterator[Degrees]:
     """Yield all degrees of parallelism whose product is the number of devices. Degrees that are
-    given stay fixed. `Degrees.apart` is false.
+    given stay fixed. The replicas of a group are neighbours (`Degrees.apart` is false).
 
     If `tensor` is None, it is at most the number of devices of a node: links between nodes are too
     slow for the communication of tensor parallelism (Narayanan et al., "Efficient Large-Scale
@@ -169,13 +169,14 @@ def place_grid(
 
 
 _TASKS = 2**14
-"""Maximum number of stages times micro-batches in the first trial of a factorisation. A step with
-more tasks, such as one with micro-batches of a single sample, takes long to simulate.
+"""Maximum number of stages times micro-batches in the first trial of each combination of degrees of
+parallelism. A step with more tasks, such as one with micro-batches of a single sample, takes long
+to simulate.
 """
 
 _CLOSE = 1.1
-"""Maximum ratio of a factorisation's predicted step to the best step for which further micro-batch
-sizes are tried.
+"""Maximum ratio of the predicted step with some degrees of parallelism to the best step, for which
+further micro-batch sizes are tried.
 """
 
 
@@ -190,8 +191,8 @@ class GridTrial:
     placement: Placement
     step_s: float
     memory: tuple[tuple[int, int, int], ...]
-    """Distinct triples of the devices: fixed bytes, bytes that grow linearly with the micro-batch
-    size, and memory limit in bytes.
+    """For each device: fixed bytes, bytes that grow linearly with the micro-batch size, and memory
+    limit in bytes. Equal triples occur once.
     """
 
     def fits(self, size: int) -> bool:
@@ -239,7 +240,8 @@ class GridSearch:
            estimate, which ignores tensor-parallel communication, is not below the best step.
         2. For candidates with a predicted step of at most `_CLOSE` times the best step, further
            sizes are searched.
-        3. In a cluster of several nodes, the best candidate is also tried with `Degrees.apart`.
+        3. In a cluster of several nodes, the best candidate is also tried with `Degrees.apart`:
+           then the replicas with the same number in all groups are neighbours.
 
         If no placement is found and memory is a reason, raise the OutOfMemoryError of the degrees
         that exceed the memory the least; otherwise raise the last error.

@@ -230,9 +230,9 @@ class Handcrafted:
     """
 
     tensor: int = 0
-    """Number of devices that split a layer's heads, columns and vocabulary. Default: 0, the number
-    of devices within a node over which the most operators can be split. Ignored for recurrent and
-    convolutional networks.
+    """Number of devices that split a layer's attention heads, columns and vocabulary. Default: 0,
+    the number of devices within a node over which the most operators can be split. Ignored for
+    recurrent and convolutional networks.
     """
 
     name: ClassVar[str] = "handcrafted"

@@ -33,8 +33,8 @@ class Manual:
     - Devices: if no constraint names devices, the stages divide the devices evenly, in order.
     - Split: the devices of a stage split the samples of a node if the samples can be divided
       evenly. A constraint replaces this by splits along one or several axes, from the outermost to
-      the innermost level of the stage's devices. Devices beyond the product of the degrees compute
-      copies.
+      the innermost. If the product of the degrees is smaller than the number of devices, the
+      remaining devices compute copies.
     - Micro-batch size: the size that a constraint on any node of the stage requires, otherwise the
       micro-batch size of the step.
 
@@ -132,9 +132,12 @@ def _pipeline_stages(problem: Problem, resolved: tuple[ResolvedConstraint, ...])
 
 
 def _node_stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
-    """Return the stage of each node: the stage that a constraint requires, otherwise the stage by
-    the first rule of `Manual`. Raise ConfigurationError if a node would read a value of a later
-    stage.
+    """Return the stage of each node.
+
+    A node without a required stage joins the last of the stages from which it reads values; values
+    of nodes that each stage recomputes do not count. A node that reads no values of other nodes is
+    in stage 0 if it reads an input of the model, and otherwise joins the first stage that reads its
+    result. Raise ConfigurationError if a node would read a value of a later stage.
     """
     given = {
         node: each for each in resolved if each.constraint.stage is not None for node in each.nodes
@@ -179,9 +182,11 @@ def _node_stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list
 
 
 def _first_reading_stages(graph: Graph, wanted: dict[int, int]) -> list[int]:
-    """Return, for each node, the first stage that reads its result, directly or through nodes
-    without a required stage. `wanted` contains the required stages by node. A node that no such
-    stage reads gets the last required stage, or 0.
+    """Return, for each node, its required stage, or the first stage that reads its result.
+
+    `wanted` contains the required stages by node. A result can be read directly or through nodes
+    without a required stage. A node whose result reaches no node with a required stage gets the
+    last required stage, or 0 if there is none.
     """
     first = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):

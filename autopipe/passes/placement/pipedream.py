@@ -211,9 +211,10 @@ def _chain_constraints(
 
 
 class ChainCosts:
-    """Costs of stages, as matrices [first block, block after the last], by position from the end,
-    first device and number of devices. Stages with equal links and device types share their
-    matrices.
+    """Costs of stages, as matrices [first block, block after the last].
+
+    There is one matrix for each position from the end of the chain, first device and number of
+    devices. Stages with equal links and device types share their matrices.
     """
 
     def __init__(self, tables: RangeTables) -> None:
@@ -227,9 +228,11 @@ class ChainCosts:
         self._fits = cache(self._fit_memory)
 
     def seconds(self, from_end: int, device: int, degree: int) -> Matrix:
-        """Return the seconds per micro-batch of stages at this position. A stage recomputes its
-        forward only if it does not fit into memory otherwise. The result is infinite for stages
-        that do not fit.
+        """Return the seconds per micro-batch of stages at position `from_end` from the end of the
+        chain, counted from 1, on `degree` devices from `device` on.
+
+        A stage recomputes its forward only if it does not fit into memory otherwise. The result is
+        infinite for stages that do not fit.
         """
         cluster = self.problem.cluster
         group = range(device, device + degree)
@@ -242,9 +245,11 @@ class ChainCosts:
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
 
     def excess(self, from_end: int, device: int, degree: int) -> Matrix:
-        """Return the bytes by which stages at this position exceed the memory limit, with or
-        without recomputation, whichever needs less memory. The result is negative for stages that
-        fit.
+        """Return the bytes by which stages at position `from_end` from the end of the chain,
+        counted from 1, exceed the memory limit of `degree` devices from `device` on.
+
+        The variant that needs less memory counts: with or without recomputation. The result is
+        negative for stages that fit.
         """
         plain, again = self._stage_memory(degree, self._in_flight(from_end))
         return (
@@ -272,7 +277,9 @@ class ChainCosts:
         return Placement(tuple(stages))
 
     def _in_flight(self, from_end: int) -> int:
-        """Return the number of micro-batches in flight at a stage under 1F1B."""
+        """Return the number of micro-batches in flight under 1F1B in the stage at position
+        `from_end` from the end of the chain, counted from 1.
+        """
         return min(from_end, self.problem.micro_batches)
 
     def _memory_limit(self, group: range) -> int:
@@ -287,8 +294,11 @@ class ChainCosts:
         after: Link | None,
         reduce: CollectiveCost,
     ) -> tuple[Matrix, Matrix]:
-        """Return the seconds per micro-batch of stages (without recomputation, with recomputation),
-        each on the slowest of the device types `kinds`.
+        """Return the seconds per micro-batch of stages on `degree` devices (without recomputation,
+        with recomputation), each on the slowest of the device types `kinds`.
+
+        `before` and `after` are the links to the neighbouring stages, and None if there is no
+        neighbour. `reduce` is the cost of the gradient all-reduce.
         """
         plain = []
         again = []
@@ -307,8 +317,9 @@ class ChainCosts:
         return np.maximum.reduce(plain), np.maximum.reduce(again)
 
     def _stage_memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
-        """Return the bytes of stages (without recomputation, with recomputation). A variant that
-        the problem excludes is infinite.
+        """Return the bytes per device of stages on `degree` devices with `in_flight` micro-batches
+        in flight (without recomputation, with recomputation). A variant that the problem excludes
+        is infinite.
         """
         excluded = {"none": True, "full": False}.get(
             self.problem.recompute if self.problem.train else "none"
@@ -506,7 +517,8 @@ class PipeDream:
         """Yield the best chain for each number of stages from `least` to `most`.
 
         Constraints on stage numbers are applied as if the chain had `most` stages. No stage has
-        devices of several types unless the problem permits it. `join` is that of `search_chains`.
+        devices of several types unless the problem permits it. `join` combines the costs of stages:
+        `np.maximum` for the largest cost, or `np.add` for their sum.
         """
         problem = costs.problem
         blocks = costs.tables.chain.blocks
@@ -518,7 +530,8 @@ class PipeDream:
         )
 
         def constrained_cost(from_end: int, device: int, degree: int) -> Matrix:
-            """Return the cost of stages at this position; infinite for stages that violate a
+            """Return the cost of stages at position `from_end` from the end of the chain, counted
+            from 1, on `degree` devices from `device` on; infinite for stages that violate a
             constraint.
             """
             if not may_share_stage(problem, range(device, device + degree)):

@@ -96,8 +96,8 @@ class CostedModel(ReplicatedGraph):
 
     @property
     def small_fraction(self) -> float:
-        """The fraction of the whole model below which a part counts as small: half of the even
-        fraction of one device.
+        """The fraction of the whole model below which a part counts as small: 1 / (2 · number of
+        devices).
         """
         return 0.5 / self.devices
 
@@ -169,10 +169,11 @@ class PartitionableChain:
     def partition_evenly(
         self, kinds: Sequence[Device | None], capacity: Sequence[float] = ()
     ) -> Stages:
-        """Return the nodes of one contiguous range of blocks for each of the device types `kinds`,
-        so that the slowest range takes the least time.
+        """Partition the chain into one contiguous range of blocks for each of the device types
+        `kinds` (None: the average over the types), so that the slowest range takes the least time.
+        Return the nodes of each range.
 
-        If `capacity` is given, no range has more bytes of parameters than its capacity. Raise
+        If `capacity` is given, it contains the maximum bytes of parameters of each range. Raise
         InfeasibleError if there are too few blocks or the capacities are too small.
         """
         count = len(kinds)
@@ -236,8 +237,9 @@ def make_split_stage(
     devices: tuple[int, ...],
     tables: frozenset[str],
 ) -> Stage:
-    """Return a stage whose devices split the embedding tables and head weights `tables`. They also
-    split the matmuls for which a split saves more time than the gather of the result costs.
+    """Return a stage whose devices split the parameters `tables`: embedding tables and head weights
+    (weights of the matmuls that compute logits). They also split the matmuls for which a split
+    saves more time than the gather of the result costs.
     """
     stage = make_unsplit_stage(problem, nodes, devices)
     degree = len(devices)
@@ -277,6 +279,7 @@ Outline = tuple[Stage | StageRow, ...]
 
 def place_even_chains(problem: Problem, outline: Outline, capacity: Sequence[float]) -> Placement:
     """Return the placement of an outline in which the stages of each chain take about equally long.
+    An outline contains finished stages, and chains that are not partitioned into stages yet.
 
     `capacity` contains, for each device, the maximum number of bytes of parameters of a stage.
     Raise InfeasibleError if a chain has too few operators or the capacities are too small.
@@ -297,8 +300,9 @@ def place_even_chains(problem: Problem, outline: Outline, capacity: Sequence[flo
 
 
 def place_fitting_chains(problem: Problem, outline: Outline) -> Placement:
-    """Return the placement of an outline. While memory does not suffice, its chains are partitioned
-    again with smaller capacities for parameters.
+    """Return the placement of an outline: finished stages, and chains that are not partitioned into
+    stages yet. While memory does not suffice, the chains are partitioned again with smaller
+    capacities for parameters.
 
     Of all placements that were tried, the one with the smallest excess over the memory is returned:
     first the excess under any schedule counts, then the excess under 1F1B. Raise InfeasibleError if
@@ -366,11 +370,12 @@ class SharedTableNodes:
 
 @memoize(MAX_CACHED_GRAPHS)
 def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
-    """Return the names of the embedding tables and head weights that are larger than half of one
-    device's even fraction of all parameters.
+    """Return the names of the large embedding tables and head weights (weights of the matmuls that
+    compute logits). A table is large if it has at least 1 / (2 · number of devices) of the bytes of
+    all parameters.
 
-    If there is no such table and `at_least_one` is True, return the largest embedding table and all
-    tables that are at least half as large.
+    If there is no large table and `at_least_one` is True, return the largest embedding table, and
+    all tables that are at least half as large.
     """
     graph = model.graph
     looked_up, classes = (frozenset[str]().union(*each) for each in _tables_read(model))
@@ -384,7 +389,9 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
 def shared_table_nodes(
     model: CostedModel, tables: frozenset[str], degree: int
 ) -> tuple[SharedTableNodes, ...]:
-    """Return the gathers and heads that read one of `tables`, in the order of the graph.
+    """Return the gathers from one of `tables`, and the heads (matmuls that compute logits) that
+    multiply by one of them, in the order of the graph. Each is returned with all nodes that stay
+    sharded with it.
 
     Raise InfeasibleError, with the name of the table, if `degree` devices cannot split it evenly.
     """
@@ -415,8 +422,11 @@ def shared_table_nodes(
 def _tables_read(
     model: CostedModel,
 ) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
-    """Return (tables, weights): for each node, the embedding tables from which it gathers rows, and
-    the weights by which it multiplies if it is a head (`_is_head`).
+    """Return (tables, weights).
+
+    tables: for each node, the embedding tables from which it gathers rows.
+    weights: for each node, the weights by which it multiplies if it is a head (a matmul that
+    computes logits), otherwise none.
     """
     looked_up = []
     heads = []
@@ -458,10 +468,13 @@ class ModelPart:
 def chain_parts(
     model: CostedModel, chain: Chain, wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
-    """Return the parts of the chain in order. Shared parts contain the gathers and heads of `wide`,
-    with all nodes between the nodes of each of them. Chains contain all other nodes.
+    """Return the parts of the chain, in order. `wide` contains gathers from large embedding tables
+    and large heads (matmuls that compute logits), each with the nodes that stay sharded with it.
 
-    A chain of little work (`CostedModel.small_seconds`) joins an adjacent shared part.
+    A shared part, which all devices compute together, contains the nodes of some elements of
+    `wide`, and all nodes of the chain between the first and last node of each element. All other
+    nodes form chains. A chain of little work (`CostedModel.small_seconds`) joins an adjacent shared
+    part.
     """
     place = {node: index for index, node in enumerate(chain.order)}
     shared: set[int] = set()
@@ -476,8 +489,12 @@ def chain_parts(
 def move_gathers_first(
     model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
-    """Return the parts after all gathers of `wide` that depend only on inputs of the model were
-    moved to the first part. Then one chain remains between the gathers and the heads.
+    """Return the parts, after all elements of `wide` that depend only on inputs of the model were
+    moved to the first part.
+
+    `wide` contains gathers from large embedding tables and large heads (matmuls that compute
+    logits). The gathers usually depend on inputs only, so one chain remains between gathers and
+    heads.
     """
     nodes = model.graph.nodes
     again = recomputed_nodes(model.graph)
@@ -533,9 +550,9 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
     branches. Return None if there is no join.
 
     The join is the first node of the graph that reads several large branches. A branch is large if
-    it has at least half of one device's even fraction of the work, and at least half of the work of
-    the largest branch. (So the first layer of a decoder is not a branch next to the encoder.)
-    Values computed from parameters only, masks and positions do not connect branches.
+    it has at least 1 / (2 · number of devices) of all work, and at least half of the work of the
+    largest branch. (So the first layer of a decoder is not a branch next to the encoder.) Values
+    computed from parameters only, masks and positions do not connect branches.
     """
     graph = model.graph
     apart = recomputed_nodes(graph) | {
@@ -609,11 +626,11 @@ class TesselShapes:
 
     shape: str = "auto"
     """`v`: a chain of stages. `x`: two chains in opposite directions over the devices, with two
-    copies of the parameters. `m`: large embedding tables and heads are split over all devices, and
-    the chain between them has one device per stage. `nn`: like `m`, with a second embedding that
-    divides the chain, as between encoder and decoder. `k`: parallel branches have separate devices,
-    and the nodes after their join are split over all devices. `auto`: the first of nn, m and k for
-    which the model has the required parts, otherwise v.
+    copies of the parameters. `m`: large embedding tables and heads (matmuls that compute logits)
+    are split over all devices, and the chain between them has one device per stage. `nn`: like `m`,
+    with a second embedding that divides the chain, as between encoder and decoder. `k`: parallel
+    branches have separate devices, and the nodes after their join are split over all devices.
+    `auto`: the first of nn, m and k for which the model has the required parts, otherwise v.
     """
     stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
     """Number of stages that each device has in a chain."""
@@ -688,9 +705,12 @@ class TesselShapes:
     def _make_outline(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False
     ) -> Outline:
-        """Return the outline of the model in shape `shape`. With `only_large`, raise
-        InfeasibleError unless the shape is worthwhile: large tables for M and NN, and mostly split
-        work after the join for K.
+        """Return the outline of the model in shape `shape`: finished stages, and chains that are
+        not partitioned into stages yet.
+
+        With `only_large`, raise InfeasibleError unless the shape is worthwhile. Shapes M and NN are
+        worthwhile for large embedding tables or heads, and shape K if most work after the join of
+        the branches can be split.
         """
         if shape == "k":
             return tuple(self._outline_around_join(problem, model, only_large))
@@ -716,8 +736,11 @@ class TesselShapes:
     def _outline_around_tables(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool
     ) -> Iterator[Stage | StageRow]:
-        """Yield the parts of the outline for shapes M and NN: shared parts over all devices, and
-        chains between them. Raise InfeasibleError if the model does not have these parts.
+        """Yield the parts of the outline for shapes M and NN: stages on all devices that split
+        large embedding tables and heads (matmuls that compute logits), and chains between them.
+
+        With `only_large`, only large tables count; otherwise the largest embedding table counts if
+        none is large. Raise InfeasibleError if the model does not have these parts.
         """
         tables = large_tables(model, at_least_one=not only_large)
         wide = shared_table_nodes(model, tables, model.devices)

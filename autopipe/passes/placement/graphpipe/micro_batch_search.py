@@ -79,8 +79,8 @@ def simulate_1f1b(problem: Problem, placement: Placement) -> tuple[float, float]
     shares = [0.0]
 
     def seconds(micro_batches: int) -> float:
-        """Return the seconds of a step with this number of micro-batches, and add the memory
-        fractions of the devices to `shares`.
+        """Return the seconds of a step with this number of micro-batches, and append to `shares`
+        the peak bytes of each device divided by its available bytes.
         """
         step = step_under_1f1b(graph, prediction, micro_batches, problem.train)
         shares.extend(
@@ -104,10 +104,10 @@ def _estimate_step_seconds(
     of stages from each stage to the end of the pipeline. `train` is False for inference, which has
     no backward.
 
-    A task starts when its stage is free and its messages have arrived. Tasks are visited in
-    ascending order of slots: the forward of micro-batch m in stage s has slot 2m - depth(s), and
-    its backward has slot 2m + depth(s) - 1. On each stage this is the order of 1F1B, and each task
-    comes after the tasks that it depends on.
+    A task is the forward or backward of one micro-batch in one stage. It starts when its stage is
+    free and its messages have arrived. Tasks are visited in ascending order of a sort key: 2m -
+    depth(s) for the forward of micro-batch m in stage s, and 2m + depth(s) - 1 for its backward. On
+    each stage this is the order of 1F1B, and each task comes after the tasks that it depends on.
     """
     before: list[list[int]] = [[] for _ in drafts]
     after: list[list[int]] = [[] for _ in drafts]
@@ -217,9 +217,11 @@ class PartitionSolver:
     def minimum_target(
         self, table: OptionTable, low: float, high: float, levels: int
     ) -> float | None:
-        """Return the minimum over all partitions of depth up to `levels` of the seconds per
-        micro-batch of the slowest stage. Return None if no partition takes at most `high` seconds.
-        `low` is a lower bound on the result.
+        """Return the minimum over all partitions of the seconds per micro-batch of the slowest
+        stage. Only partitions of depth up to `levels` count.
+
+        Return None if no partition takes at most `high` seconds. `low` is a lower bound on the
+        result.
         """
         slowest = (
             np.max(each.seconds, where=each.seconds < np.inf, initial=0.0) for each in table.options
@@ -374,9 +376,11 @@ class PartitionSolver:
 def _stage_variants(
     draft: DraftStage, table: OptionTable, more: range = range(1)
 ) -> Iterator[DraftStage]:
-    """Yield the stage with other numbers of devices of its run, with and without recomputation, if
-    its micro-batches in flight fit the memory. `more` contains the permitted numbers of additional
-    devices.
+    """Yield the stage with other numbers of devices, with and without recomputation, if its
+    micro-batches in flight fit the memory.
+
+    The devices are of the same run (range of equal devices) as those of `draft`. `more` contains
+    the permitted numbers of additional devices.
     """
     own = (draft.start, draft.stop, draft.in_flight)
     for option in table.options:
@@ -541,8 +545,8 @@ class MicroBatchSearch:
         return best
 
     def _find_partitions(self, line: BlockChain, best: float) -> Iterator[Partition]:
-        """Yield partitions of a chain that can have a shorter estimated step than `best` seconds,
-        or one that is longer by at most the factor `self.close`.
+        """Yield partitions of a chain whose estimated step can be shorter than `best` seconds, or
+        longer by at most the factor `self.close`.
         """
         batch = self.problem.batch_size
         solver, tables = self._make_solver(line)
@@ -577,11 +581,11 @@ class MicroBatchSearch:
     def _make_placement(self, found: Partition) -> Placement:
         """Return the placement of a partition.
 
-        A stage gets consecutive devices of its run, the range of equal devices that it uses. Stages
-        with more devices are placed first, so if all degrees and node sizes are powers of two, a
-        stage that fits into a node of the cluster does not span two nodes. Stages with equally many
-        devices are placed in the order of the chain, so neighbouring stages get neighbouring
-        devices.
+        The devices of the cluster form runs: ranges of equal devices. A stage gets consecutive
+        devices of the run that its draft names. Stages with more devices are placed first, so if
+        all degrees and node sizes are powers of two, a stage that fits into a node of the cluster
+        does not span two nodes. Stages with equally many devices are placed in the order of the
+        chain, so neighbouring stages get neighbouring devices.
         """
         runs = equal_device_ranges(self.problem.cluster)
         firsts = [run.start for run in runs]

@@ -46,7 +46,8 @@ UNREACHABLE = 10_000
 of two such numbers fits in 16 bits.
 """
 Front = NDArray[np.int32]
-"""The table of the dynamic program, of shape [1 or 2, levels, block boundaries].
+"""The table of the dynamic program, of shape [1 or 2, levels, block boundaries]. The level of a
+stage is its number of micro-batches in flight.
 
 `front[0, level, i]` is D(level, i): the minimum number of devices for all blocks from i on, if
 `level` is the highest level among the successors of a stage that ends at i. An entry is omitted
@@ -71,6 +72,9 @@ class PartitionStage:
 class TargetProbe:
     """The dynamic program for one target time.
 
+    A run is a range of equal devices, and the level of a stage is its number of micro-batches in
+    flight.
+
     needs: `needs(level)[run][start, stop]` is the minimum number of devices of a run on which
     blocks `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight,
     or `UNREACHABLE`.
@@ -92,8 +96,8 @@ class TargetProbe:
         self.levels = levels
         self.nothing: Front = np.full((1 + traced, levels + 1, places), UNREACHABLE, dtype=np.int32)
         self.ends = tuple(itertools.accumulate(reversed(runs)))
-        """For each run, from the last to the first: number of devices in use if this run and all
-        later runs are fully used.
+        """For each run (range of equal devices), from the last to the first: number of devices in
+        use if this run and all later runs are fully used.
         """
         least = np.minimum.reduce(needs(min(1, levels)))
         before = np.full(places, UNREACHABLE, dtype=np.int16)
@@ -110,7 +114,8 @@ class TargetProbe:
         """
 
     def solve(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
-        """Return (devices, stages) for a chain that consists of `regions`.
+        """Return (devices, stages) for a chain that consists of `regions`: sequences of blocks in
+        series, and forks into parallel branches.
 
         devices: the minimum number of devices; `UNREACHABLE` if the chain cannot meet the target.
         stages: the stages of the solution in order; () unless they are recorded.
@@ -129,7 +134,7 @@ class TargetProbe:
 
     def _fill_regions(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
         """Fill the entries of the table `front` for all blocks of `regions`, from the last block to
-        the first. No stage has a level above `most`.
+        the first. No stage has a level (number of micro-batches in flight) above `most`.
         """
         for region in reversed(regions):
             if isinstance(region, BlockRun):
@@ -138,8 +143,9 @@ class TargetProbe:
                 self._fill_fork(region, front, most)
 
     def _fill_run(self, run: BlockRun, front: Front, most: int) -> None:
-        """Fill the entries of the table for a run of blocks in series. The entries for the blocks
-        after it must be present.
+        """Fill the entries of the table `front` for `run`, a sequence of blocks in series. The
+        entries for the blocks after it must be present. No stage has a level (number of
+        micro-batches in flight) above `most`.
         """
         places = slice(run.start, run.stop)
         limit = self.limit[places]
@@ -177,9 +183,11 @@ class TargetProbe:
     def _devices_in_use(
         self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices
     ) -> Devices:
-        """Return the number of devices in use after a stage of level `level` is added, for each
-        boundary of a run of blocks where the stage may start (rows) and each of `stops` where it
-        may end (columns). `seen` contains the devices in use by the blocks after each stop.
+        """Return a matrix with the number of devices in use after a stage was added.
+
+        The stage has `level` micro-batches in flight. It starts at a block of `run` (rows), and
+        ends at one of the block boundaries `stops` (columns). `seen` contains, for each of `stops`,
+        the number of devices that the blocks after it use.
         """
         found: list[Devices] = []
         start = 0
@@ -195,10 +203,12 @@ class TargetProbe:
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
     def _fill_fork(self, fork: Fork, front: Front, most: int) -> None:
-        """Fill the entries of the table for a fork, a set of parallel branches.
+        """Fill the entries of the table `front` for a fork: parallel branches, whose results the
+        block after them (the join) reads.
 
-        The stage that contains the join of the branches has one level; all its possible levels are
-        tried. A stage before the fork sees the maximum of the branches' levels.
+        The level of a stage is its number of micro-batches in flight. All possible levels of the
+        stage that contains the join are tried. For a stage before the fork, the maximum level over
+        the branches counts. No stage has a level above `most`.
         """
         places = slice(fork.start, fork.stop)
         stop = fork.stop
@@ -206,9 +216,10 @@ class TargetProbe:
         found = self.nothing.copy()
 
         def copy_minimum(ends: Front, level: int) -> None:
-            """Copy the entries of `ends` with the minimum number of devices over all levels to
-            level `level` of `found`, at each boundary where they need fewer devices than the
-            present entry.
+            """Copy entries from the table `ends` to the table `found`.
+
+            For each block boundary, the entry of `ends` with the fewest devices over all levels
+            replaces the entry of `found` at level `level`, if it needs fewer devices.
             """
             best = ends[0, :, places].argmin(axis=0)
             better = ends[0, best, columns] < found[0, level, columns]
@@ -244,14 +255,14 @@ class TargetProbe:
     def _fill_branches(
         self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]
     ) -> Front:
-        """Fill the entries of the table for the branches of a fork, from the last to the first, and
-        return the table.
+        """Fill the entries of the table `front` for the branches of a fork, from the last to the
+        first, and return the table. The level of a stage is its number of micro-batches in flight.
 
         level: level of the stage that joins the branches.
         most: maximum level inside the branches.
-        passed: the tables after each branch from the first call for this `level`, which appends
-        them. Later calls have a smaller `most`. They copy the entries of a branch from `passed` if
-        the entries after the branch are equal.
+        passed: the tables after each branch. The first call for this `level` appends them. Later
+        calls have a smaller `most`, and copy the entries of a branch from `passed` if the entries
+        after the branch are equal.
         """
         known = iter(tuple(passed))
         for branch in reversed(fork.branches):
@@ -277,18 +288,21 @@ class TargetProbe:
 
 
 def _reachable_levels(devices: Front) -> list[bool]:
-    """Return a list with True for each level at which `devices` has a reachable entry."""
+    """Return a list with one value per level (row of `devices`): True if a number of devices in the
+    row is not `UNREACHABLE`.
+    """
     found: list[bool] = np.logical_or.reduce(devices < UNREACHABLE, axis=1).tolist()
     return found
 
 
 def minimum_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
     """Return the minimum number of devices that `TargetProbe.solve` returns if `needs` is equal at
-    all levels.
+    all levels (numbers of micro-batches in flight).
 
-    `needs` contains one matrix [start, stop] per run, and `runs` the number of devices of each run.
-    Without levels, the table has one entry per block boundary, and forks need no special treatment,
-    so this function is faster than `TargetProbe`.
+    A run is a range of equal devices. `needs` contains one matrix [start, stop] per run: the
+    minimum number of its devices for blocks `start` to `stop - 1` as one stage. `runs` contains the
+    number of devices of each run. Without levels, the table has one entry per block boundary, and
+    forks need no special treatment, so this function is faster than `TargetProbe`.
     """
     ends = tuple(itertools.accumulate(reversed(runs)))
     kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))

@@ -168,8 +168,8 @@ def _divide_in_series(above: Sequence[int], units: list[int]) -> list[list[int]]
 
 
 _MAX_CUT_ENTRIES = 2**18
-"""Maximum number of candidate cuts times units. If there are more candidates, only every k-th one
-is compared.
+"""Maximum number of candidates of `cut_with_least_loss` times units. If there are more candidates,
+only every k-th one is compared.
 """
 
 
@@ -230,8 +230,8 @@ Region = BlockRun | Fork
 
 @dataclass(frozen=True, slots=True)
 class BlockChain:
-    """A chain of blocks in topological order, and the regions (runs in series and forks) that the
-    blocks form, in order.
+    """A chain of blocks in topological order, and the regions that the blocks form, in order. A
+    region is a sequence of blocks in series (`BlockRun`) or a set of parallel branches (`Fork`).
     """
 
     chain: Chain
@@ -245,8 +245,9 @@ _SMALL_GRAPH = 32
 become blocks in series.
 """
 _MIN_FORK_FRACTION = 32
-"""In a larger graph, a fork becomes blocks in series if its work is at most the reciprocal of this
-number (1 / 32) of all work, or at most the even fraction of one device.
+"""In a larger graph, parallel branches become blocks in series if their work is at most the
+reciprocal of this number (1 / 32) of all work, or at most all work divided by the number of
+devices.
 """
 
 
@@ -256,10 +257,10 @@ def make_block_chain(
     """Return the chain of a series-parallel tree, with about `limit` blocks at most. `seconds`
     contains the time of each node.
 
-    In a graph with more than `_SMALL_GRAPH` units, a fork becomes blocks in series if its work is
-    at most total / d, where d is the smaller of `devices` and `_MIN_FORK_FRACTION`. If there are
-    more units than `limit`, adjacent units of a run are merged into blocks, so that few bytes cross
-    the boundaries between blocks.
+    In a graph with more than `_SMALL_GRAPH` units, a fork (parallel branches) becomes blocks in
+    series if its work is at most total / d. Here, total is the work of the graph, and d is the
+    smaller of `devices` and `_MIN_FORK_FRACTION`. If there are more units than `limit`, adjacent
+    units in series are merged into blocks, so that few bytes cross the boundaries between blocks.
     """
     order = units_in_order(tree)
     work = np.array([seconds[list(units.nodes[unit])].sum() for unit in order])
@@ -272,8 +273,8 @@ def make_block_chain(
     """Position in `order` of the first unit of each block."""
 
     def append_run(begins: list[int], stop: int) -> BlockRun:
-        """Append blocks for the units at positions `begins[0]` to `stop - 1`, and return them. Each
-        block starts at one of the positions `begins`.
+        """Append blocks for the units at positions `begins[0]` to `stop - 1` of `order`, and return
+        them. Each block starts at one of the positions `begins`.
         """
         own = np.add.reduceat(work[:stop], begins)
         most = (
@@ -287,8 +288,8 @@ def make_block_chain(
         return BlockRun(first, len(cuts))
 
     def make_regions(part: Tree, place: int) -> list[Region]:
-        """Return the regions of a part of the tree whose first unit is at position `place` of
-        `order`.
+        """Return the regions (blocks in series, and forks) of a part of the tree. The first unit of
+        the part is at position `place` of `order`.
         """
         found: list[Region] = []
         begins: list[int] = []

@@ -145,8 +145,9 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """The costs of all contiguous ranges of blocks as stages on `degree` devices of one run, with
-    or without recomputation.
+    """The costs of all contiguous ranges of blocks as stages on `degree` devices of one run (range
+    of equal devices), with or without recomputation. Arrays are indexed by (first block, block
+    after the last).
     """
 
     run: int
@@ -199,21 +200,22 @@ class StageOption:
 @dataclass(frozen=True, slots=True)
 class OptionTable:
     """The stage options for micro-batches of `size` samples, in descending order of the number of
-    devices.
+    devices. A stage option (`StageOption`) contains the costs of all ranges of blocks for one
+    number of devices.
     """
 
     size: int
     micro_batches: int
     options: tuple[StageOption, ...]
     runs: tuple[int, ...]
-    """Number of devices in each run of equal devices."""
+    """Number of devices in each run (range of equal devices)."""
     limits: tuple[float, ...]
-    """For each run: the smallest memory limit of its devices, in bytes, plus the spare bytes of
-    `option_table`.
+    """For each run of equal devices: the smallest memory limit of its devices, in bytes, plus the
+    spare bytes of `option_table`.
     """
     bounds: frozenset[int]
-    """All values of `StageOption.most` in the options. The set of ranges that fit the memory can
-    change only from one of these levels to the next level.
+    """All values of `StageOption.most` in the options. If the number of micro-batches in flight
+    increases, the set of ranges that fit the memory can change only after one of these values.
     """
 
     @property
@@ -226,8 +228,8 @@ class OptionTable:
         most `target` seconds per micro-batch, or `UNREACHABLE`.
 
         The list has an entry for each level (number of micro-batches in flight) from 0 to `levels`.
-        An entry has one table [start, stop] per run of devices. Levels with equal tables share
-        them.
+        An entry has one table [start, stop] per run of devices (range of equal devices). Levels
+        with equal tables share them.
         """
         target = min(target, float(np.finfo(float).max))
         fits = [
@@ -255,7 +257,8 @@ class OptionTable:
 
     def make_stage(self, piece: PartitionStage, target: float) -> DraftStage:
         """Return the stage for `piece`, a stage of a solution of the search with target time
-        `target`: the fastest of the options with the minimum number of devices.
+        `target`. Of the options that meet the target and fit the memory, those with the fewest
+        devices count, and the fastest of them is used.
         """
         at = (piece.start, piece.stop)
         kept = min(piece.level, self.micro_batches)
@@ -272,8 +275,8 @@ class OptionTable:
 def option_table(
     tables: RangeTables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
 ) -> OptionTable:
-    """Return the stage options for micro-batches of `size` samples, on the numbers of devices in
-    `degrees` that divide `size`.
+    """Return the stage options (`StageOption`) for micro-batches of `size` samples, on the numbers
+    of devices in `degrees` that divide `size`.
 
     `spare` bytes are added to the memory limit of each device.
     """
@@ -305,8 +308,9 @@ def option_table(
 def _options(
     tables: RangeTables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
 ) -> Iterator[StageOption]:
-    """Yield the stage options on `degree` devices of run `run`, whose memory limit is `limit`
-    bytes: with recomputation, without it, or both, as the problem permits.
+    """Yield the stage options on `degree` devices of the run (range of equal devices) with index
+    `run`, whose memory limit is `limit` bytes: with recomputation, without it, or both, as the
+    problem permits.
     """
     problem = tables.problem
     chain = tables.chain

@@ -294,9 +294,9 @@ RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 def merge_pointwise(builder: LayerGraphBuilder, index: int) -> None:
     """Merge a pointwise operator into the layer that produces its operand.
 
-    The operator becomes a layer itself if it reads the results of several layers, if it broadcasts
-    its operand, or if it reads a parameter or constant that is not a vector or scalar (such as a
-    bias or scale).
+    The operator becomes a layer itself in three cases: it reads the results of several layers; it
+    broadcasts its operand; or it reads a parameter or constant with more than one dimension larger
+    than 1. A bias or a scale is merged.
     """
     node = builder.graph.nodes[index]
     computed = [name for name in node.inputs if name in builder.locations]
@@ -843,8 +843,11 @@ def add_lstm(builder: LayerGraphBuilder, index: int) -> None:
 def _extends_lstm(
     builder: LayerGraphBuilder, location: ValueLocation, inputs: int, units: int
 ) -> bool:
-    """True if the value at `location` is the complete result of an LSTM layer with `units` units,
-    and `inputs` equals `units`.
+    """True if an LSTM with `inputs` input units and `units` output units can become a further layer
+    of the LSTM layer at `location`.
+
+    This holds if the LSTM reads the complete result at `location`, and if the two numbers and the
+    number of output units there are equal.
     """
     layer = builder.layers[location.layer]
     read = tuple(dimension for group in location.groups for dimension in group if dimension != 1)

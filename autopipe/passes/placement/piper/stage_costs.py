@@ -105,8 +105,11 @@ def stage_parallelisms(
 def _self_contained_splits(
     network: ReplicatedGraph, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
-    """Return `found`, the tensor-parallel splits of the block `nodes`, or {} if with these splits a
-    sharded value would be read outside the block.
+    """Return `found`, the tensor-parallel splits of the nodes `nodes` of one block, if no sharded
+    value leaves the block. Otherwise return {}.
+
+    A value is sharded if its node is split along an axis that the value has. It leaves the block if
+    a node of another block reads it, or if it is an output of the graph.
     """
     graph = network.graph
     members = set(nodes)
@@ -151,7 +154,9 @@ class BlockSums:
         return BlockSums(own, tuple((members, float(figure)) for members, figure in sums.items()))
 
     def sum_between(self, downsets: Downsets, pairs: NestedPairs) -> Figures:
-        """Return, for each pair of downsets, the sum over the blocks of the stage between them."""
+        """Return, for each pair (inner, outer) of nested downsets in `pairs`, the sum over the
+        blocks of its stage: the blocks of the outer downset that are not in the inner one.
+        """
         if not self.own.any() and not self.common:
             return np.zeros(len(pairs.inner))
         found = pairs.difference(downsets.holds @ self.own)
@@ -162,8 +167,7 @@ class BlockSums:
 
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
-    """Costs of each block on one device of a group, per micro-batch as in `StageCost`. Arrays are
-    indexed by block.
+    """Costs of each block on one device of a group, per micro-batch. Arrays are indexed by block.
 
     The seconds of forward and backward exclude the time for which a device waits for its host.
     """
@@ -237,8 +241,11 @@ _MAX_ENTRIES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class StageMessages:
-    """The messages that the stage of each pair of downsets receives, or those that it sends, per
-    micro-batch of the graph. Arrays are indexed by pair.
+    """The messages that each possible stage receives, or those that it sends, per micro-batch of
+    the graph.
+
+    A pair (inner, outer) of nested downsets determines a stage: the blocks of the outer downset
+    that are not in the inner one. Arrays are indexed by pair.
 
     sharded: bytes of values with a batch axis, which replicas divide.
     replicated: bytes of values without a batch axis, which each replica receives in full.
@@ -250,8 +257,8 @@ class StageMessages:
     count: Figures
 
     def local_bytes(self, fraction: float, pairs: NestedPairs) -> Figures:
-        """Return the bytes of one replica that has `fraction` of the graph's samples, for each
-        pair.
+        """Return the bytes of the messages of one replica that has `fraction` of the graph's
+        samples, for the stage of each pair of downsets in `pairs`.
         """
         sharded = self.sharded.take(pairs.numbers)
         found: Figures = sharded * fraction + self.replicated.take(pairs.numbers)
@@ -261,11 +268,12 @@ class StageMessages:
 def messages_between(
     problem: Problem, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[StageMessages, StageMessages]:
-    """Return (received, sent): the messages of the stage of each pair of downsets.
+    """Return (received, sent): the messages of each possible stage.
 
-    A stage receives a value if the inner downset produces it and a block of the stage reads it. It
-    sends a value if one of its blocks produces it and a block outside of the outer downset reads
-    it. A value with several readers counts once.
+    A pair (inner, outer) of nested downsets determines a stage: the blocks of the outer downset
+    that are not in the inner one. The stage receives a value if the inner downset produces it and a
+    block of the stage reads it. It sends a value if one of its blocks produces it and a block
+    outside of the outer downset reads it. A value with several readers counts once.
     """
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
     values = list(values_between_blocks(problem.graph, block_of))
@@ -303,8 +311,8 @@ def messages_between(
 def _pairwise_products(
     downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]
 ) -> Figures:
-    """Return, for each pair of downsets, the scalar product of two rows: the row of `inner` for its
-    inner downset, and the row of `outer` for its outer downset.
+    """Return, for each pair (inner, outer) of nested downsets, the scalar product of two rows: the
+    row of `inner` for the inner downset, and the row of `outer` for the outer downset.
     """
     found = np.zeros(len(downsets.inner))
     width = len(downsets.holds)
@@ -326,20 +334,20 @@ _AHEAD = 2
 are computed in advance.
 """
 ANY_PLACE = np.iinfo(np.int16).max
-"""Value of `Option.farthest` for a stage that fits the memory at any distance from the end of the
-pipeline.
+"""Value of `ParallelismOption.farthest` for a stage that fits the memory at any distance from the
+end of the pipeline.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelismOption:
-    """The possible stages with one parallelism, with or without recomputation. Arrays are indexed
-    by stage.
+    """The possible stages with one combination of data and tensor parallelism, with or without
+    recomputation. Arrays are indexed by stage.
 
-    pairs: number of the pair of downsets between which the stage lies.
+    pairs: index of the pair (inner, outer) of downsets that determines the stage.
     seconds: seconds per micro-batch.
-    farthest: maximum distance from the end of the pipeline, in stages and including the stage
-    itself, at which the micro-batches in flight fit the memory.
+    farthest: maximum distance of the stage from the end of the pipeline at which its micro-batches
+    in flight fit the memory. The distance is counted in stages, and the last stage has distance 1.
     """
 
     sharing: StageParallelism
@@ -371,7 +379,8 @@ class SearchSpace:
 
 
 class DownsetCosts:
-    """Costs of all possible stages for the micro-batch size of one problem.
+    """Costs of all possible stages for the micro-batch size of one problem. A stage consists of the
+    blocks of an outer downset that are not in an inner downset.
 
     The devices of a stage are not known. Its messages therefore use the slowest link of the
     cluster, and its operators take the time of the slowest device type.
@@ -403,8 +412,8 @@ class DownsetCosts:
 
     @cached_property
     def _minimum_work(self) -> NDArray[np.float64]:
-        """For each block: minimum over all parallelisms of its seconds per micro-batch times its
-        number of devices.
+        """For each block: minimum, over all combinations of data and tensor parallelism, of its
+        seconds per micro-batch times its number of devices.
         """
         work = (
             sharing.devices * (figures.forward_s + figures.backward_s)
@@ -415,8 +424,8 @@ class DownsetCosts:
 
     @cached_property
     def _outside_work(self) -> Figures:
-        """For each pair of downsets: lower bound on the work (seconds times devices) of all blocks
-        outside of its stage.
+        """For each pair (inner, outer) of downsets: lower bound on the work (seconds times devices)
+        of all blocks that are not in the pair's stage (the outer downset without the inner one).
         """
         downsets = self.chains.downsets
         found: Figures = self._minimum_work.sum() - BlockSums(self._minimum_work).sum_between(
@@ -457,11 +466,12 @@ class DownsetCosts:
 
     def feasible_stages(self, most_s: float) -> list[ParallelismOption]:
         """Return the stages that can be part of a pipeline all of whose stages take at most
-        `most_s` seconds, one option per parallelism and recomputation. Options on fewer devices
-        come first.
+        `most_s` seconds per micro-batch.
 
-        Such a stage takes at most `most_s` itself, fits the memory at some position, and leaves to
-        the other devices at most the work that they can do in `most_s`.
+        There is one option per combination of parallelism and recomputation. Options on fewer
+        devices come first. A returned stage takes at most `most_s` itself, fits the memory at least
+        as the last stage, and leaves to the other devices at most the work that they can do in
+        `most_s`.
         """
         if len(self.problem.cluster.kinds) > 1:
             # Which device type has the slowest optimizer update depends on the stages that are
@@ -484,8 +494,9 @@ class DownsetCosts:
         return self._make_options(self._whole, np.inf)
 
     def _make_options(self, among: NestedPairs, most_s: float) -> list[ParallelismOption]:
-        """Return the options whose stages lie between the pairs of downsets `among` and take at
-        most `most_s` seconds. Options without stages are omitted.
+        """Return the options for the stages of the pairs of downsets `among` that take at most
+        `most_s` seconds per micro-batch. An option contains all stages with one parallelism and
+        recomputation. Options without stages are omitted.
         """
         wanted = self.problem.recompute if self.problem.train else "none"
         recomputations = {"none": (False,), "full": (True,)}.get(wanted, (False, True))
@@ -504,8 +515,8 @@ class DownsetCosts:
         among: NestedPairs,
         most_s: float,
     ) -> ParallelismOption:
-        """Return the option with this parallelism and recomputation, for stages between the pairs
-        of downsets `among` that take at most `most_s` seconds.
+        """Return the option with the parallelism `sharing`, with or without recomputation, for the
+        stages of the pairs of downsets `among` that take at most `most_s` seconds per micro-batch.
         """
         seconds = self._compute_seconds(figures, recompute, among)
         left = self._outside_work.take(among.numbers)
@@ -534,8 +545,11 @@ class DownsetCosts:
         )
 
     def _compute_seconds(self, figures: BlockCosts, recompute: bool, among: NestedPairs) -> Figures:
-        """Return the seconds of forward plus backward of a micro-batch, for each pair of downsets
-        in `among`. For each of the two, the longer of the times of device and host counts.
+        """Return the seconds of forward plus backward of a micro-batch, for the stage of each pair
+        of downsets in `among`.
+
+        Forward and backward each take the time of the device, or the time of the host to launch the
+        operators if that is longer.
         """
         downsets = self.chains.downsets
         if not figures.host_forward_s.any():
@@ -559,7 +573,7 @@ class DownsetCosts:
         self, sharing: StageParallelism, figures: BlockCosts, pairs: NestedPairs
     ) -> Figures:
         """Return the seconds of the gradient all-reduce and the optimizer update, divided by the
-        number of micro-batches, for each pair of downsets.
+        number of micro-batches, for the stage of each pair of downsets in `pairs`.
         """
         if not self.problem.train:
             return np.zeros(1)
@@ -589,7 +603,9 @@ class DownsetCosts:
         received: Figures,
         sent: Figures,
     ) -> NDArray[np.int16]:
-        """Return `Option.farthest` of each stage; 0 if it fits at no position.
+        """Return the field `farthest` of `ParallelismOption` for each stage: the maximum distance
+        from the end of the pipeline at which the stage fits the memory. It is 0 if the stage does
+        not fit even as the last one.
 
         A stage with k - 1 stages after it has k micro-batches in flight.
         """

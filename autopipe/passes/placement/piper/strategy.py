@@ -75,11 +75,15 @@ def merge_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     """Merge the nodes of a graph into blocks. `seconds` contains the time of each node.
 
     Pairs of blocks are merged greedily: first the pair whose merging saves the most bytes that
-    cross block boundaries, and among equal pairs the one with the least work. A pair (first,
-    second) is merged only if the blocks still have an order, which holds in two cases: the second
-    block depends only on the first block and on blocks on which the first one depends, or the first
-    block is light and all other blocks that read from it depend on the second block. A node that
-    each stage recomputes joins its first reader.
+    cross block boundaries, and among equal pairs the one with the least work. In a pair (first,
+    second), the second block reads from the first one. A pair is merged only in two cases, in which
+    the blocks can still be ordered topologically:
+
+    - the second block depends only on the first block and on blocks on which the first one depends;
+    - the first block is light (at most the fraction `LIGHT` of all work), and all other blocks that
+      read from it depend on the second block.
+
+    A node that each stage recomputes joins its first reader.
     """
     merging = _BlockMerger(graph, seconds)
     waiting = [
@@ -148,9 +152,9 @@ class _BlockMerger:
             self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
     def sort_key(self, first: int, second: int) -> tuple[float, float, int, int]:
-        """Return the sort key of a pair of blocks, for which smaller means earlier: minus the
-        number of bytes that no longer enter or leave a block after merging, then the work of both
-        blocks.
+        """Return the key by which pairs of blocks are sorted, in ascending order: minus the number
+        of bytes that no longer enter or leave a block after merging; then the work of both blocks;
+        then their identifiers.
         """
         saved = 0
         for name in self.read[second] & (self.written[first] | self.read[first]):
@@ -159,8 +163,11 @@ class _BlockMerger:
         return -float(saved), self.weight[first] + self.weight[second], first, second
 
     def can_merge(self, first: int, second: int) -> bool:
-        """True if merging the pair keeps the work within `MAX_FRACTION`, or one of the blocks is
-        light, and the blocks still have an order.
+        """True if the work and the dependencies of two blocks permit merging.
+
+        The merged block must have at most the fraction `MAX_FRACTION` of all work, unless one of
+        the two is light (at most the fraction `LIGHT`). After merging, the blocks must still have a
+        topological order.
         """
         one = self.weight[first]
         two = self.weight[second]
@@ -235,9 +242,9 @@ _SLOWER = 1.1
 @dataclass(frozen=True, slots=True)
 class DownsetStage:
     """A stage of a chain: the blocks of downset number `outer` that are not in downset number
-    `inner`.
+    `inner`. A downset is a set of blocks that contains all blocks on which its members depend.
 
-    `device` is the first device of its group, and `seconds` its time per micro-batch.
+    `device` is the first device of the stage, and `seconds` its time per micro-batch.
     """
 
     inner: int
@@ -279,8 +286,8 @@ def minimise_slowest_stage(costs: DownsetCosts, most_s: float) -> list[DownsetSt
 
 
 def minimise_step(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
-    """Return the chain with the shortest step among the result of `search` and chains with fewer,
-    slower stages. Return [] if no chain is found.
+    """Return the chain with the shortest step among the result of `minimise_slowest_stage` and
+    chains with fewer, slower stages. Return [] if no chain is found.
 
     `most_step_s` is an upper bound on the seconds of a step, above which chains are of no interest.
     The time limit per stage is raised by the factor `_SLOWER` while a step could become shorter.
@@ -335,9 +342,11 @@ def _chain_with_fewest_stages(
 
 
 def _minimum_stages(costs: DownsetCosts, options: list[ParallelismOption]) -> NDArray[np.int16]:
-    """Return the matrix N(D, d): for each downset (row) and number of devices (column), the minimum
-    number of stages for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if
-    there is no such chain.
+    """Return the matrix N(D, d). For each downset (row) and number of devices d (column), it
+    contains the minimum number of stages that compute the blocks outside of the downset on the last
+    d devices. An entry is `ANY_PLACE` if there is no such chain.
+
+    A downset is a set of blocks that contains all blocks on which its members depend.
     """
     downsets = costs.chains.downsets
     size = costs.problem.cluster.size
@@ -381,8 +390,9 @@ def _possible_remaining_devices(problem: Problem, devices: int) -> NDArray[np.in
 def _trace_chain(
     costs: DownsetCosts, options: list[ParallelismOption], fewest: NDArray[np.int16]
 ) -> list[DownsetStage]:
-    """Return the chain that gives N(no blocks, all devices), which is in `fewest`. If several
-    stages can come next, the fastest is chosen.
+    """Return the chain of stages that computes all blocks on all devices with the minimum number of
+    stages, by the matrix `fewest` of `_minimum_stages`. If several stages can come next, the
+    fastest is chosen.
     """
     downsets = costs.chains.downsets
     problem = costs.problem

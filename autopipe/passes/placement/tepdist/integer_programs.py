@@ -53,7 +53,8 @@ def cheapest_choice(
     solver: str = AUTO,
 ) -> Assignment:
     """Return the cheapest choice of a model by one integer program, within `limit` bytes unless it
-    is None. The model must be merged: at most one edge between two variables (`merge_edges`).
+    is None. A choice gives each variable one configuration. The model must be merged: at most one
+    edge between two variables (`merge_edges`).
 
     `known` is a choice that satisfies the limit, or () if there is none. After `seconds`, the best
     choice so far is returned. Within a memory limit the search also stops at a relative gap of
@@ -72,8 +73,9 @@ def cheapest_choice(
 def _solve_program(
     model: MinSum, seconds: float, known: Sequence[int], limit: float | None, solver: str
 ) -> Assignment:
-    """Return the choice that the solver finds for the program, with cost and memory computed
-    exactly. The choice may exceed `limit` by rounding errors.
+    """Return the choice (one configuration per variable) that the solver finds for the integer
+    program of `model`. Its cost and memory are computed exactly. It may exceed `limit` by rounding
+    errors.
     """
     program, node_columns, edge_columns = _build_program(absorb_fixed_nodes(model), limit)
     start = None
@@ -196,7 +198,7 @@ of a configuration. They are tried in order while too many configurations remain
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedModel:
     """A model with fewer configurations, and the choice and the bounds that were found while it was
-    reduced.
+    reduced. A choice gives each variable one configuration.
     """
 
     kept: tuple[Array, ...]
@@ -235,11 +237,12 @@ def fix_by_reduced_cost(
     """Remove configurations from a merged model (`merge_edges`) until at most `most` pairs of
     configurations remain on its edges, or the lower bound stops improving.
 
-    Let reach(c) be the lower bound on the cost of all choices that contain configuration c
-    (`Dual.configuration_bounds`). Configuration c is removed if reach(c) exceeds a threshold,
-    because no choice of at most that cost contains c. The threshold is `cutoff`, or, if it is None,
-    the cost of the cheapest choice found so far, including `known`. Raise InfeasibleError if the
-    arrays of costs show that all choices are forbidden.
+    A choice gives each variable one configuration. Let reach(c) be the lower bound on the cost of
+    all choices that contain configuration c (`Dual.configuration_bounds`). Configuration c is
+    removed if reach(c) exceeds a threshold, because no choice of at most that cost contains c. The
+    threshold is `cutoff`, or, if it is None, the cost of the cheapest choice found so far,
+    including `known`. Raise InfeasibleError if the arrays of costs show that all choices are
+    forbidden.
     """
     part = Subproblem(model, all_configurations(model))
     choice = tuple(known)
@@ -319,8 +322,8 @@ longer to solve.
 def cheapest_by_program(
     model: MinSum, seconds: float, most: float = MAXIMUM_PAIRS, solver: str = AUTO
 ) -> Assignment:
-    """Return the cheapest choice of a merged model (`merge_edges`), by an integer program with
-    about `most` pairs of configurations.
+    """Return the cheapest choice (one configuration per variable) of a merged model
+    (`merge_edges`), by an integer program with about `most` pairs of configurations.
 
     `solver` is the integer-program solver (see `milp.solve`), which runs for at most `seconds`. No
     program is solved if the dual bound equals the cost of a known choice. Raise InfeasibleError if
@@ -349,12 +352,12 @@ def cheapest_within_memory(
     solver: str = AUTO,
 ) -> Assignment:
     """Return the cheapest choice of a merged model (`merge_edges`) with at most `limit` bytes and a
-    cost of at most `cutoff`.
+    cost of at most `cutoff`. A choice gives each variable one configuration.
 
     Before the program is solved, configurations are removed by their reduced costs in the model in
     which each byte costs `rate`. The solver starts with the choice `known` if it is within the
-    limit. Raise InfeasibleError if there is no such choice, or if `solver` finds none within
-    `seconds`.
+    limit. Raise InfeasibleError if there is no choice within both limits, or if `solver` finds none
+    within `seconds`.
     """
     with_byte_cost = add_memory_cost(model, rate)
     reduced = fix_by_reduced_cost(with_byte_cost, 0, known, cutoff + rate * limit)
@@ -370,8 +373,8 @@ def cheapest_within_memory(
 
 
 def _remaining_positions(reduced: ReducedModel, choice: Sequence[int]) -> list[int] | None:
-    """Return the position of each configuration of `choice` among the remaining configurations of
-    its variable, or None if one was removed.
+    """Return, for each variable, the position of its configuration in `choice` among its remaining
+    configurations. Return None if one of these configurations was removed.
     """
     positions = [
         np.flatnonzero(configurations == number)

@@ -65,7 +65,9 @@ CLOSE = 1e-3
 SAME = 1e-9
 """Relative difference of costs that is attributed to rounding errors."""
 MAXIMUM_COMBINATIONS = 8
-"""Maximum number of combinations of strategies of the high-degree variables that are tried."""
+"""Maximum number of combinations of strategies (configurations) of the high-degree variables that
+are tried.
+"""
 _PATIENCE_S = 60.0
 """Maximum seconds for one integer program if there is no time limit."""
 _MINIMUM_S = 0.1
@@ -77,9 +79,11 @@ def best_mixture(
 ) -> tuple[int, ...] | None:
     """Return the cheapest mixture of two choices within `limit` bytes, or None if no mixture fits.
 
-    A mixture has the configurations of `first` for all variables below some rank, and of `last` for
-    all others. At a given cost per byte, equal layers have equal configurations, so a choice either
-    exceeds the limit by far or leaves much memory unused. Mixtures are between these extremes.
+    A choice gives each variable one configuration. `rank` contains, for each variable, the number
+    of edges on the longest path that ends at it. A mixture has the configurations of `first` for
+    all variables below some rank, and of `last` for all others. At a given cost per byte, equal
+    layers have equal configurations, so a choice either exceeds the limit by far or leaves much
+    memory unused. Mixtures are between these extremes.
 
     The costs and bytes of all mixtures are prefix sums of changes: a variable changes at its own
     rank, and an edge at the ranks of both ends. Time O(variables + edges).
@@ -104,17 +108,23 @@ def best_mixture(
 def _mixture_changes(
     model: MinSum, order: Array, first: Sequence[int], last: Sequence[int]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield (rank index, cost, bytes): a change of cost and memory from the preceding mixture to
-    the mixture whose variables below this rank index are from `first`. Changes with equal rank
-    index add up. `order` contains the rank index of each variable.
+    """Yield (rank index, cost, bytes): changes of cost and memory from one mixture to the next.
+
+    Mixture number r has the configurations of `first` for all variables with a rank index below r,
+    and of `last` for all others. `order` contains the rank index of each variable: the position of
+    its rank among all distinct ranks. A change with rank index r applies from mixture r - 1 to r;
+    the changes with rank index 0 add up to the cost and memory of mixture 0. Changes with equal
+    rank index add up.
     """
 
     def changing_entries() -> Iterator[
         tuple[Array, Array | None, tuple[int, ...], tuple[int | tuple[int, int], ...]]
     ]:
-        """Yield (costs, memory, rank indices, entries) for each variable and edge: its arrays, the
-        rank indices at which the entry that a mixture reads changes, and the entry from each of
-        these indices on.
+        """Yield (costs, memory, rank indices, entries) for each variable and edge.
+
+        costs, memory: the arrays of the variable or edge.
+        rank indices: numbers of the mixtures from which on another entry of these arrays counts.
+        entries: for each of the rank indices, the entry that counts from this mixture on.
         """
         for variable, (costs, memory) in enumerate(
             zip(model.costs, model.node_memory, strict=True)
@@ -145,8 +155,8 @@ def _mixture_changes(
 
 
 class MemoryLimitSearch(Incumbent):
-    """The best choice within a memory limit that was found so far. No choice within the limit costs
-    less than `bound`.
+    """The best choice (one configuration per variable) within a memory limit that was found so far.
+    No choice within the limit costs less than `bound`.
     """
 
     rate = 0.0
@@ -168,7 +178,11 @@ class MemoryLimitSearch(Incumbent):
 
     def offer_mixtures(self, rank: Array, one: Sequence[int], other: Sequence[int]) -> None:
         """Replace the best choice by the best mixture of the choices `one` and `other`, if that
-        costs less. Mixtures in both orders are tried.
+        costs less.
+
+        A mixture has the configurations of one choice for all variables below some rank, and those
+        of the other choice for the remaining variables. Both orders of the choices are tried.
+        `rank` contains, for each variable, the number of edges on the longest path that ends at it.
         """
         for first, last in ((one, other), (other, one)):
             if found := best_mixture(self.model, rank, first, last, self.limit):
@@ -176,8 +190,9 @@ class MemoryLimitSearch(Incumbent):
 
 
 class Level(ABC):
-    """A solver of `SplitTables`: finds a choice of minimum cost. It may run for `time_limit`
-    seconds after its construction, and then returns the best choice so far.
+    """A solver of `SplitTables`: finds a choice (one configuration per variable) of minimum cost.
+    It may run for `time_limit` seconds after its construction, and then returns the best choice so
+    far.
 
     `solver` is the integer-program solver (a name of `pulp_client.SOLVER_NAMES`).
     """
@@ -233,7 +248,8 @@ class Level(ABC):
         )
 
     def _search_byte_costs(self, model: MinSum, edge: HullEdge) -> MemoryLimitSearch:
-        """Return the best choice found by trying costs per byte and mixtures of choices.
+        """Return the best choice within a memory limit that is found by trying costs per byte, and
+        mixtures of the resulting choices (`best_mixture`).
 
         The cost per byte moves towards the value with the highest lower bound. `edge` contains the
         best choices above and within the memory limit. Their mixtures come closer to the limit than
@@ -269,8 +285,8 @@ class Level(ABC):
 
     @abstractmethod
     def cheapest_with_byte_cost(self, model: MinSum, rate: float) -> Assignment:
-        """Return a choice of low total cost if each byte costs `rate`. The bound of the result is a
-        lower bound on the cost plus `rate` times the bytes of all choices.
+        """Return a choice for which the cost plus `rate` times the bytes is small. The bound of the
+        result is a lower bound on this sum for all choices.
         """
 
     @abstractmethod
@@ -288,15 +304,16 @@ class Level(ABC):
 def solve_by_segments(
     model: MinSum, rank: Array, seconds: float, end: float | None, close: float, solver: str
 ) -> Assignment:
-    """Return the cheapest choice of a merged model (`merge_edges`) whose edges lead from lower to
-    higher `rank`.
+    """Return the cheapest choice (one configuration per variable) of a merged model (`merge_edges`)
+    whose edges lead from lower to higher `rank`.
 
-    The strategies of the high-degree variables are fixed to one combination after the other, in
-    ascending order of a lower bound on the cost of the whole model. For each combination,
-    `solve_cheapest_path` solves the segments. The search stops at time `end` (`time.monotonic`,
-    None for no limit), or if the next lower bound is not below the best cost by more than the
-    fraction `close`. `seconds` limits each integer program. Raise InfeasibleError if all choices
-    are forbidden.
+    A strategy is a configuration of a variable. `divide_into_segments` selects high-degree
+    variables (read in many layers), and divides the remaining graph into segments. The strategies
+    of the high-degree variables are fixed to one combination after the other, in ascending order of
+    a lower bound on the cost of the whole model. For each combination, `solve_cheapest_path` solves
+    the segments. The search stops at time `end` (`time.monotonic`, None for no limit), or if the
+    next lower bound is not below the best cost by more than the fraction `close`. `seconds` limits
+    each integer program. Raise InfeasibleError if all choices are forbidden.
     """
     segmented = divide_into_segments(model, rank)
     reduced = fix_by_reduced_cost(model, 0 if segmented.high_degree else np.inf)
@@ -337,9 +354,11 @@ def solve_by_segments(
 def _strategy_combinations(
     reduced: ReducedModel, high_degree: Sequence[int]
 ) -> tuple[list[tuple[float, tuple[int, ...]]], float]:
-    """Return (combinations, bound) for the strategies of the high-degree variables.
+    """Return (combinations, bound) for the strategies (configurations) of the variables
+    `high_degree`.
 
-    combinations: (lower bound, strategies) pairs, ascending.
+    combinations: (lower bound, strategies) pairs, ascending; the lower bound is on the cost of the
+    whole model.
     bound: a lower bound on the cost of all combinations that are omitted. While there are more than
     `MAXIMUM_COMBINATIONS`, the strategy with the highest lower bound is dropped.
     """
@@ -378,13 +397,14 @@ def _strategy_combinations(
 
 
 class O2(Level):
-    """Level O2: cones, segments, and dynamic programming over the whole graph. A memory limit is
-    replaced by a cost per byte.
+    """Level O2: merges cheap operators into their neighbours (cones), solves the segments between
+    critical nodes (variables that separate the graph) by integer programs, and combines them by
+    dynamic programming. A memory limit is replaced by a cost per byte.
     """
 
     def cheapest(self, model: MinSum) -> Assignment:
         """Return the cheapest choice. It is proven optimal unless time ran out or too many
-        combinations were dropped.
+        combinations of strategies of high-degree variables were dropped.
         """
         return self.cheapest_with_byte_cost(model, 0.0)
 
@@ -413,8 +433,9 @@ class O2(Level):
 
 
 class O3(Level):
-    """Level O3: one integer program over all cones. A memory limit is a row of the program. The
-    variables inside the cones are chosen for one cost per byte.
+    """Level O3: one integer program over all cones, the operators that remain after cheap operators
+    were merged into their neighbours. A memory limit is a row of the program. The configurations of
+    the merged operators are chosen for one cost per byte.
     """
 
     def cheapest(self, model: MinSum) -> Assignment:
@@ -437,8 +458,9 @@ class O3(Level):
         """Return the best choice of an integer program that contains all configurations with which
         `found` could be improved.
 
-        The bound of the program holds for the cost per byte at which the variables inside cones
-        were chosen. It is a bound for the full model only if there are no such variables.
+        The program has no variables for operators that were merged into their neighbours. Their
+        configurations are chosen for one cost per byte, so the bound of the program is a bound for
+        the full model only if no operators were merged.
         """
         cones = self.fill(model, found.rate)
         known = [found.choice[root] for root in cones.roots]

@@ -1,13 +1,14 @@
 """The three levels of TePDist's search for splits ("SPMD Strategy"), on a min-sum model with one
 variable per operator. Its edges lead from operands to users.
 
+A strategy is a configuration of a variable. A choice gives each variable one strategy.
+
 1. Cones: a variable of at most mean cost with one user and at most one operand is merged into its
    neighbours: its best strategy is computed for each combination of their strategies.
-2. Segments: critical nodes divide the graph into segments. An integer program solves a segment for
-   given strategies of its ends.
+2. Segments: critical nodes, which are variables that separate the graph, divide it into segments.
+   An integer program solves a segment for given strategies of its ends, the critical nodes next to
+   it.
 3. The whole graph: dynamic programming over the critical nodes.
-
-A strategy is a configuration of a variable. A choice gives each variable one strategy.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def cone_roots(model: MinSum) -> Array:
 
     A variable is a root if it has several operands, no user or several users, or if its minimum
     cost is above the mean of all minimum costs. All other variables have at most one operand and
-    exactly one user.
+    exactly one user. A cone consists of a root and the variables that reach it without passing
+    another root.
     """
     users, operands = (np.zeros(len(model.costs), dtype=np.int64) for _ in range(2))
     for edge in model.edges:
@@ -57,7 +59,7 @@ def cone_roots(model: MinSum) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostsAndMemory:
-    """Costs and memory of partial choices: two arrays of equal shape."""
+    """Costs and memory of choices for some of the variables: two arrays of equal shape."""
 
     costs: Array
     memory: Array
@@ -83,8 +85,10 @@ class FilledVariable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cones:
-    """A model that has only the roots as variables. If it was made without a cost per byte, its
-    minimum cost equals the minimum cost of the full model.
+    """A model that has only the roots of cones (`cone_roots`) as variables. The other variables of
+    the full model were merged into their neighbours.
+
+    If no cost per byte was given, its minimum cost equals the minimum cost of the full model.
     """
 
     model: MinSum
@@ -93,8 +97,8 @@ class Cones:
     filled: tuple[FilledVariable, ...] = ()
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return the choice for all variables of the full model that follows from `choice`, a
-        choice for the roots.
+        """Return the choice (one configuration per variable) for the full model that follows from
+        `choice`, a choice for the roots.
         """
         best = dict(zip(self.roots, choice, strict=True))
         for each in reversed(self.filled):
@@ -103,15 +107,15 @@ class Cones:
 
 
 def merge_without_cones(model: MinSum, _rate: float = 0.0) -> Cones:
-    """Return the merged model (`merge_edges`) in which each variable is a root. The rate is
-    ignored.
+    """Return the model with at most one edge between two variables (`merge_edges`), in which no
+    variable is merged into its neighbours. The rate is ignored.
     """
     return Cones(merge_edges(model), tuple(range(len(model.costs))))
 
 
 def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
-    """Return `model` reduced to its roots. The other variables are chosen to minimise the cost plus
-    `rate` times the bytes.
+    """Return `model` reduced to the roots of its cones (`cone_roots`). The other variables are
+    chosen to minimise the cost plus `rate` times the bytes.
 
     Each variable that is not a root gets its best configuration for each combination of its
     neighbours' configurations. So a choice for the roots costs as much as the best choice for all
@@ -208,14 +212,16 @@ MAXIMUM_HIGH_DEGREE = 6
 searched.
 """
 SMALL = 10
-"""Number of variables up to which a segment counts as small. Between divisions whose segments are
-all small, only the number of high-degree variables matters.
+"""Number of variables up to which a segment counts as small. If all segments of two divisions are
+small, the division with fewer high-degree variables is preferred.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A connected set of variables between critical nodes, or an edge between two of them."""
+    """A connected set of variables between critical nodes (variables that separate the graph), or
+    an edge between two of them.
+    """
 
     ends: tuple[int, ...]
     """Positions, in `SegmentedModel.critical`, of the critical nodes with which the segment has
@@ -227,8 +233,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentedModel:
-    """A division of a model's variables into high-degree variables, critical nodes (in order of
-    rank), and segments.
+    """A division of a model's variables into high-degree variables (read in many layers), critical
+    nodes (variables that separate the remaining graph, in order of rank), and the segments between
+    critical nodes.
     """
 
     high_degree: tuple[int, ...]
@@ -242,16 +249,19 @@ class SegmentedModel:
 
 
 def divide_into_segments(model: MinSum, rank: Array) -> SegmentedModel:
-    """Return the division of the model whose largest segment has the fewest variables.
+    """Return the division of the model into segments whose largest segment has the fewest
+    variables.
 
-    Among the divisions that are tried, ties are won by fewer high-degree variables. Edges lead from
-    lower to higher `rank`.
+    Critical nodes are variables that separate the graph; segments are the parts between them. Edges
+    lead from lower to higher `rank`. Among the divisions that are tried, ties are won by fewer
+    high-degree variables.
 
     A variable that is read in all layers, such as an attention mask or a tied embedding, prevents a
     division. Such high-degree variables are fixed before the segments are searched
-    (`levels.solve_by_segments`). Their edges then disappear, so this loses nothing. Candidates are
-    the 0 to `MAXIMUM_HIGH_DEGREE` variables of farthest reach. Then each of them is dropped again
-    if that does not enlarge the largest segment.
+    (`levels.solve_by_segments`). Their edges then disappear, so this loses nothing. First, the 0 to
+    `MAXIMUM_HIGH_DEGREE` variables whose edges span the most ranks are tried as high-degree
+    variables. Then each variable of the best division is dropped again if that does not enlarge the
+    largest segment.
     """
     partitioner = _Partitioner(model, rank)
     highest_degree = partitioner.high_degree_candidates()
@@ -266,8 +276,8 @@ def divide_into_segments(model: MinSum, rank: Array) -> SegmentedModel:
 
 
 class _Partitioner:
-    """Divides one model into critical nodes and segments, for different sets of high-degree
-    variables.
+    """Divides one model into critical nodes (variables that separate the graph) and the segments
+    between them, for different sets of high-degree variables.
     """
 
     def __init__(self, model: MinSum, rank: Array) -> None:
@@ -401,34 +411,36 @@ class _Partitioner:
 
 
 ROUNDS = 5
-"""Number of forward and backward sweeps that tighten the lower bounds of a segment."""
+"""Number of forward and backward sweeps over the dual that tighten the lower bounds of a segment.
+"""
 MAXIMUM_PAIRS = 20_000
 """Maximum number of pairs of configurations in the integer program of a segment."""
 Ends = tuple[int, ...]
-"""A strategy for each end of a segment: (), (head,) or (head, tail)."""
+"""A strategy (configuration) for each end of a segment, which are the critical nodes next to it:
+(), (head,) or (head, tail).
+"""
 
 
 class SegmentTable:
-    """The costs of a segment for each combination of strategies of its ends. `model` is a min-sum
-    model with the `inner` variables of the segment first, and then its ends, whose own costs are
-    not included.
+    """The costs of a segment for each combination of strategies (configurations) of its ends, the
+    critical nodes next to it.
 
-    `costs`, `bounds` and `solved` have one axis per end. `bounds` contains lower bounds on the cost
-    of the inner variables and all edges. `costs` contains the minimum of this cost if the entry of
-    `solved` is True, and otherwise the bound. The dynamic programming solves only the entries on
-    its best path (`tighten`).
+    `model` is a min-sum model with the `inner` variables of the segment first, and then its ends,
+    whose own costs are not included. `costs`, `bounds` and `solved` have one axis per end. `bounds`
+    contains lower bounds on the cost of the inner variables and all edges. `costs` contains the
+    minimum of this cost if the entry of `solved` is True, and otherwise the bound. The dynamic
+    programming solves only the entries on its best path (`tighten`).
     """
 
     def __init__(self, model: MinSum, inner: int) -> None:
         self.model = model
         self.inner = inner
         self.choices: dict[Ends, tuple[int, ...]] = {}
-        """The best choice of the inner variables, for each solved entry for which there is a
-        choice.
+        """The best configurations of the inner variables, for each solved entry that is feasible.
         """
         self.headed: set[int] = set()
-        """Strategies of the head for which the bounds of all tail strategies were tightened with
-        the head fixed.
+        """Strategies (configurations) of the head, the first of two ends. The lower bounds of their
+        entries were tightened with the head fixed.
         """
         if inner:
             self.bounds = _inner_bounds(model, inner)
@@ -444,11 +456,11 @@ class SegmentTable:
             self.solved = np.ones(self.costs.shape, dtype=bool)
 
     def tighten(self, ends: Ends, seconds: float, solver: str) -> None:
-        """Tighten the entry for the strategies `ends`.
+        """Tighten the entry for `ends`, the strategies (configurations) of the segment's ends.
 
-        If there are two ends, the first call with a strategy of the head tightens the bounds of
-        this head with all tail strategies. Each further call solves an integer program for the
-        strategies of both ends, within `seconds`.
+        If there are two ends, (head, tail), the first call with a strategy of the head tightens the
+        lower bounds of all entries with this strategy of the head. Each other call solves an
+        integer program for the strategies `ends`, within `seconds`.
         """
         if len(ends) == 2 and ends[0] not in self.headed:
             head = ends[0]
@@ -471,7 +483,7 @@ class SegmentTable:
             self.choices[ends] = found.choice[: self.inner]
 
     def _fix_ends(self, ends: Ends) -> MinSum:
-        """Return the model with the strategies of its first ends fixed to `ends`."""
+        """Return the segment's model with the configurations of its first ends fixed to `ends`."""
         kept = all_configurations(self.model)
         for place, number in enumerate(ends, self.inner):
             kept[place] = np.array([number])
@@ -505,7 +517,9 @@ def _inner_bounds(model: MinSum, inner: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class StrategyPath:
-    """A path of the dynamic programming: one strategy for each critical node."""
+    """A path of the dynamic programming: one strategy (configuration) for each critical node, a
+    variable that separates the graph.
+    """
 
     strategies: tuple[int, ...]
     cost: float
@@ -513,7 +527,8 @@ class StrategyPath:
     bound: float
     """A lower bound on the cost of all paths."""
     solved: bool
-    """True if all segment entries on the path are solved. Otherwise `cost` is only a lower bound.
+    """True if the entries of all segment tables on the path are solved. Otherwise `cost` is only a
+    lower bound.
     """
 
 
@@ -526,12 +541,11 @@ def solve_cheapest_path(
     end: float | None,
     solver: str,
 ) -> StrategyPath:
-    """Return the cheapest path, with all its segment entries solved, if its cost is less than
-    `known`. If the search ends earlier, because the cost reaches `known` or at time `end`, the path
-    may be unsolved, and its bound is a bound on all paths.
+    """Return the cheapest path: a strategy (configuration) for each critical node.
 
-    The dynamic programming runs over the critical nodes c = 0, 1, …, with segment tables T between
-    consecutive nodes:
+    The dynamic programming runs over the critical nodes c = 0, 1, …, and their strategies s. own[c,
+    s] is the cost of node c itself, and T[c-1][r, s] the cost of the segments between nodes c-1 and
+    c:
 
         reached[c, s] = own[c, s] + min over r of (reached[c-1, r] + T[c-1][r, s])
 
@@ -539,6 +553,9 @@ def solve_cheapest_path(
     path is computed again, until all its entries are solved. Then no other path can be cheaper,
     because the unsolved entries of other paths are lower bounds. `seconds` limits each integer
     program.
+
+    The search ends earlier if the cost reaches `known`, or at time `end`. Then the returned path
+    may have unsolved entries, and its bound is a bound on all paths.
     """
     node_costs = [model.costs[variable] for variable in segmented.critical]
     while True:
@@ -569,8 +586,8 @@ def path_choice(
     pairs: Sequence[SegmentTable],
     high_degree: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the choice for all variables that belongs to a solved path. `high_degree` contains the
-    strategies of the high-degree variables.
+    """Return the choice (one configuration per variable of the model) that belongs to a solved path
+    over the critical nodes. `high_degree` contains the configurations of the high-degree variables.
     """
     chosen = dict(zip(segmented.high_degree, high_degree, strict=True)) | dict(
         zip(segmented.critical, path.strategies, strict=True)
@@ -584,8 +601,9 @@ def path_choice(
 def _cheapest_path(
     node_costs: Sequence[Array], segmented: SegmentedModel, tables: Sequence[Array]
 ) -> tuple[tuple[int, ...], float]:
-    """Return (strategies, cost) of the cheapest path over the critical nodes, for the given costs
-    of the nodes and segment tables.
+    """Return (strategies, cost) of the cheapest path: one strategy (configuration) for each
+    critical node. `node_costs` contains the costs of the critical nodes, and `tables` the cost
+    table of each segment.
     """
     unary = [costs.astype(float) for costs in node_costs]
     between: dict[int, Array] = {}

@@ -107,8 +107,8 @@ def enumerate_meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Me
 
 
 def _group_orders(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, ...], str]]:
-    """Return (groups, text) pairs for groups of `width` devices of the devices `run`. The text
-    describes the mesh of a group, such as `2 x 4`.
+    """Return (groups, text) pairs for groups of `width` devices of the consecutive devices `run`.
+    The text describes the mesh of a group, such as `2 x 4`.
 
     There are two pairs if a group consists of several complete nodes: one with devices in the order
     of nodes, and one with devices interleaved across nodes. Otherwise there is one pair.
@@ -543,9 +543,10 @@ class TePDist:
     """
 
     level: LevelName = "O2"
-    """Search for splits inside a stage. `O2`: segments between critical operators, combined by
-    dynamic programming. `O3`: one integer program over all cones, in which cheap operators are
-    contracted into their neighbours. `O4`: one integer program over all operators.
+    """Search for splits inside a stage. `O2`: segments between critical operators (operators that
+    separate the graph), combined by dynamic programming. `O3`: one integer program over all cones,
+    in which cheap operators are contracted into their neighbours. `O4`: one integer program over
+    all operators.
     """
     stages: int | None = None
     """Number of pipeline stages, with equal groups of devices. Default: all possible numbers are
