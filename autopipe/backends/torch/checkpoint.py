@@ -61,7 +61,7 @@ from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
 from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.output_files import temporary_folder
-from autopipe.ir.words import plural
+from autopipe.ir.words import count_text, plural
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE_STATE = "ema"
@@ -694,7 +694,9 @@ class CheckpointReader:
         data = self._mapped[block.file][block.offset : block.offset + size]
         if data.size != size:
             raise _damage_error(
-                self._path, f"a file ends after {data.size} of {size} bytes of a tensor", block.key
+                self._path,
+                f"a file ends after {data.size} of {count_text(size, 'byte')} of a tensor",
+                block.key,
             )
         return data.view(dtype).reshape(block.box.shape)
 
