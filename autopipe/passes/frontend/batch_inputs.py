@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import onnx
 
 _TRIAL_SIZE = 5
-"""Size that unbound symbolic dimensions have in the graph in which axes are followed. It is prime,
-so that it is not a product of smaller sizes.
+"""Size that unbound symbolic dimensions have in the graph in which the batch dimension is traced
+from node to node. It is prime, so that it is not a product of smaller sizes.
 """
 
 
@@ -31,23 +31,29 @@ def infer_batch_axes(
     declared: Mapping[str, int | None],
     read: Callable[[Inputs], Graph],
 ) -> Mapping[str, int | None]:
-    """Return `declared`, plus None for each input whose axis 0 does not count samples, for example
-    the edge list of a graph network, regions of images, and tables of positions.
+    """Return batch axes by input name: the entries of `declared`, plus None for each other input
+    whose axis 0 does not count samples. Examples are the edge list of a graph network, regions of
+    images, and tables of positions.
 
-    Inputs in `declared` and inputs without dimensions are not examined. The other inputs are
-    grouped by the size or symbol of axis 0. A single group adds no entry. Otherwise each group,
-    except that of size 1, is followed through the graph that `read` returns for trial sizes. Axis 0
-    of a group does not count samples in these cases:
+    `dims` has the sizes of symbolic dimensions that are known, and `read` returns the graph for
+    inputs with static shapes.
+
+    Inputs in `declared` and inputs without dimensions are not examined. The other inputs form
+    groups that have an equal size, or an equal symbol, on axis 0. A single group adds no entry.
+    Otherwise `read` returns a graph in which unbound symbols have trial sizes, and axis 0 of each
+    group is traced through the nodes of that graph; a group of size 1 is omitted. Axis 0 of a group
+    does not count samples in these cases:
 
     - No output depends on it.
-    - A node uses it for a lookup, or cannot be split along it.
-    - Another group passes through fewer nodes that combine elements along axis 0, or through
-      equally many and becomes an earlier output dimension.
+    - A node looks up elements along it, as Gather does, or a node cannot be split along it.
+    - Fewer nodes combine elements along axis 0 of another group.
+    - Equally many nodes do, but axis 0 of the other group becomes an earlier dimension of an
+      output.
 
-    If the graph cannot be read with the trial sizes, it is read with all unbound symbols set to 1.
-    If that succeeds, the entry of each input whose axis 0 is fixed to a size above 1 is None;
-    otherwise no entry is added. Raises an AutopipeError if reading fails although `dims` binds all
-    symbols.
+    If the graph cannot be read with the trial sizes, `read` is tried with all unbound symbols set
+    to 1. If that succeeds, the entry of each examined input whose axis 0 is fixed to a size above 1
+    is None, unless these are all inputs. Otherwise no entry is added. Raises an AutopipeError if
+    reading fails although `dims` binds all symbols.
     """
     inputs_of_size: dict[int | str, list[str]] = {}
     for info in inputs:
@@ -104,10 +110,10 @@ def _is_readable(
 
 def _measure_mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
     """Return (nodes, dimension) for axis 0 of the inputs `names`: the number of nodes that combine
-    elements along this axis, and the smallest dimension of an output that the axis becomes.
+    elements along this axis, and the smallest index of an output dimension that the axis becomes.
 
-    Returns None if the axis cannot count samples: if no output depends on it, if a node uses it for
-    a lookup, or if a node cannot be split along it.
+    Returns None if the axis cannot count samples: if no output depends on it, if a node looks up
+    elements along it (as Gather does), or if a node cannot be split along it.
     """
     axes = batch_axes_of(replace(graph, batch_axes=tuple((name, 0) for name in names)))
     producers = (graph.producer(name) for name in graph.outputs)

@@ -12,8 +12,8 @@ import numpy as np
 from autopipe.ir.graph import Graph
 
 MIN_NODE_WORK = 1e-3
-"""Nodes with less than this fraction of the graph's operations do not count when the work that can
-run in parallel with a node is summed.
+"""Minimum work of a node, as a fraction of the graph's operations. Nodes with less work are ignored
+in the sum of the work that can run in parallel with a node.
 """
 MIN_PARALLEL_WORK = 0.05
 """Minimum work of a branch, as a fraction of the graph's operations. It is also the minimum work
@@ -36,11 +36,13 @@ def find_branches(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
     """Return the branches of a graph that can run in parallel with each other, in the order of
     their first nodes; () if there are fewer than two.
 
-    `flops[i]` is the number of operations of node i. A node can be part of a branch if the nodes
-    that neither precede nor follow it have at least `MIN_PARALLEL_WORK` of all operations. A branch
-    is a connected component of these nodes with at least `MIN_PARALLEL_WORK` of all operations. The
-    heads of an attention layer, or its three projections, are smaller except in small models. A
-    component that depends on an accepted branch, or that an accepted branch depends on, is skipped.
+    `flops[i]` is the number of operations of node i. Two nodes can run in parallel if neither
+    depends on the other. A node is a candidate if the nodes that can run in parallel with it have
+    at least `MIN_PARALLEL_WORK` of all operations. A branch is a connected component of the
+    candidates that has at least `MIN_PARALLEL_WORK` of all operations. The heads of an attention
+    layer, and its three projections, have less work than that, except in small models. A component
+    is skipped if it depends on a branch that was accepted before it, or if that branch depends on
+    the component.
     """
     total = sum(flops)
     heavy = [index for index, count in enumerate(flops) if total and count >= MIN_NODE_WORK * total]
@@ -91,9 +93,9 @@ def _connected_components(graph: Graph, nodes: list[int]) -> list[list[int]]:
     """Return the connected components of `nodes` (ascending indices), each ascending, in the order
     of their first nodes.
 
-    Two nodes are connected if a result of the first is an operand of the second. This is a
-    union-find with path halving, because importing scipy's function would be slower than running
-    the command `inspect`.
+    Two nodes are connected if a result of the first is an operand of the second. The components are
+    computed by union-find with path halving. Importing scipy's function instead would take longer
+    than the whole command `inspect`.
     """
     parents = {each: each for each in nodes}
 

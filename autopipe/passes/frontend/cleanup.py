@@ -23,8 +23,8 @@ from autopipe.passes.frontend.rewriter import GraphEdit, Rewriter
 from autopipe.passes.frontend.uses import VIEWS
 
 _OPERATIONS_PER_INDEX = 8
-"""Number of operations per index that the analysis of a gather costs. They are subtracted from the
-budget for constants.
+"""Number of operations that the analysis of a gather costs per index. They are subtracted from the
+number of operations that may be used to evaluate constants.
 """
 GATHERS = frozenset({"Gather", "GatherND"})
 
@@ -41,9 +41,10 @@ def replace_broadcast_gathers(graph: Graph) -> Graph:
     """Return the graph in which Reshape and Expand replace each Gather and GatherND that only
     broadcasts its data.
 
-    The indices of the gather must be constants that read all rows of the data in order; a row may
-    be repeated for a block of results. Exporters write attention masks like this:
-    `mask[batch_index, key_index]`. Gathers from parameters are not replaced.
+    A row is the part of the data that one index reads; rows are numbered from 0. A gather only
+    broadcasts if its indices are constants and read the rows in the order of their numbers, where
+    each row may be repeated along some dimensions of the indices. Exporters write attention masks
+    like this: `mask[batch_index, key_index]`. Gathers from parameters are not replaced.
     """
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
@@ -141,10 +142,11 @@ def _is_difference(graph: Graph, name: str) -> bool:
 
 def _shape_before_expand(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
     """Return the shape of the Reshape that, followed by an Expand, replaces the gather `node`.
-    Returns None if these two operators cannot replace the gather, or if its analysis exceeds the
-    budget of `known`.
+    Returns None if these two operators cannot replace the gather, if its indices are not constant,
+    or if their analysis would take more operations than `known` may still use.
 
-    A gather from a parameter is an embedding and is not replaced.
+    `known` evaluates constants, with a limited number of operations. A gather from a parameter is
+    an embedding and is not replaced.
     """
     data = graph.type_of(node.inputs[0])
     result = graph.type_of(node.outputs[0])

@@ -411,7 +411,8 @@ def _select_result(
 
 class _LoopUnroller:
     """Unrolls one loop (Loop, Scan or SequenceMap) into copies of its body. In the copy for
-    iteration i, value NAME of the body is called `TITLE/i/NAME`.
+    iteration i, value NAME of the body is called `RESULT/i/NAME`, where RESULT is the loop's first
+    result that has a name.
     """
 
     def __init__(
@@ -472,8 +473,9 @@ class _LoopUnroller:
         self.iterations += 1
 
     def replace_loop(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes that replace a Loop: copies of its body, or the nodes after the loop
-        operator if the loop is kept.
+        """Yield the nodes that replace a Loop: copies of its body. If the loop becomes one loop
+        operator instead, which is added to the graph separately, yield only the nodes that follow
+        that operator.
         """
         most, condition, *carried = (*operands, "", "")[: max(len(operands), 2)]
         stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
@@ -548,8 +550,9 @@ class _LoopUnroller:
                 yield replacement_node(self.node, "Identity", [result], [name])
 
     def replace_scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes that replace a Scan: copies of its body, or the nodes after the loop
-        operator if the loop is kept.
+        """Yield the nodes that replace a Scan: copies of its body. If the loop becomes one loop
+        operator instead, which is added to the graph separately, yield only the nodes that follow
+        that operator.
         """
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
         if self.reader.opset < SCAN_WITHOUT_BATCH_SINCE:

@@ -99,8 +99,8 @@ def find_straight_through(
 
 
 def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:
-    """True if the exporter created the tensor `name` as a constant. The node's call in PyTorch's
-    traced program then lacks the tensor as argument.
+    """True if the exporter created the tensor `name` as a constant. Then `name` is not an argument
+    of the call in PyTorch's traced program that the node is a part of.
     """
     given = {signature.arguments.get(each) for each in traced_call(node)[1]}
     is_internal = name.startswith("val_") and not signature.is_trained(name)

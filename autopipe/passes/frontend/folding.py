@@ -1052,8 +1052,9 @@ class _FoldFinder:
         """True if operand `slot` of the node is the weight of a convolution whose bias belongs to a
         submodule. The weight then also belongs to the submodule.
 
-        Otherwise the weight may be computed: if the exporter folds a normalization, it also
-        computes the bias, and a module that computes a weight contains the convolution itself.
+        If the bias does not belong to a submodule, the weight may be computed. An exporter that
+        folds a normalization into the weight also computes the bias, and a module that computes a
+        weight contains the convolution itself.
         """
         if node.op_type != "Conv" or slot != 1 or len(node.input) < 3:
             return False

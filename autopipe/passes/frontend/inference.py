@@ -601,8 +601,9 @@ def _operands_for_schema(
     node: onnx.NodeProto, operands: tuple[Operand, ...], typed: tuple[int, int] | None
 ) -> tuple[Operand, ...]:
     """Return the operands in the form that ONNX's schema requires, because exporters also write
-    other forms. All operands of a normalization get the element type of operand `typed[0]`.
-    Operands of Range with one element become scalars.
+    other forms. All operands of a normalization get the element type of one of them, whose index is
+    `typed[0]`; `typed` is None for other operators. Operands of Range with one element become
+    scalars.
     """
     if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
         return tuple(

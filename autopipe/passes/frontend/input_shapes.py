@@ -260,8 +260,9 @@ def filled_inputs(
 def _bind_derived(
     shapes: Mapping[str, list[Dimension]], axes: Mapping[str, int], symbols: dict[str, int]
 ) -> None:
-    """Add to `symbols` the sizes of dimensions that follow from the sizes it has (see
-    `bind_inputs`).
+    """Add to `symbols` the sizes of dimensions that follow from the sizes it has: expressions of
+    bound symbols, the only unknown symbol of an expression whose size is bound, and the length of a
+    decoder's mask, which is cache plus tokens.
     """
     named = {each for shape in shapes.values() for each in shape if isinstance(each, str)}
     while True:
@@ -374,8 +375,10 @@ def _batch_axes(
     declared_axes: Mapping[str, int | None],
     symbols: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the batch axis of each input that has one (see `bind_inputs`). Raises
-    ConfigurationError if `declared_axes` names an input or axis that does not exist.
+    """Return the batch axis of each input that has one. It is axis 0, unless `declared_axes`
+    contains another axis or None. If the axis has size 1 in some inputs but not in all, these
+    inputs are omitted unless declared. Raises ConfigurationError if `declared_axes` names an input
+    or axis that does not exist.
     """
     unknown = sorted(set(declared_axes) - shapes.keys())
     if unknown:

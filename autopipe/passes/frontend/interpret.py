@@ -117,18 +117,18 @@ class _ReaderState:
     """
     parameters: dict[str, Parameter] = field(default_factory=dict)
     packed: dict[str, Value] = field(default_factory=dict)
-    """Parameters with elements of less than one byte that no node has read yet, with their unpacked
-    types.
+    """Parameters with elements of less than one byte that no node has read yet. For each name, the
+    type of the parameter after unpacking.
     """
     aliases: dict[str, str] = field(default_factory=dict)
-    """By name in the file, the value that the name is only another name of."""
+    """For each name in the file that only renames a value, the name of that value."""
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
     """By node name, the last number that was appended to it to make a name unique."""
     statistics: dict[str, str] = field(default_factory=dict)
-    """By result of a BatchNormalization that is the next value of a running statistic, the name of
-    the running statistic.
+    """For each result of a BatchNormalization that is an updated running statistic, the name of
+    that running statistic.
     """
     results: dict[str, None] = field(default_factory=dict)
     repeated: Budget = field(default_factory=lambda: Budget(MOST_NODES))
@@ -440,8 +440,9 @@ def _extend_hint(
 def _replace_chained_statistics(
     sweep: _ReaderState, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the operands of a BatchNormalization in training mode. Updated statistics of an
-    earlier BatchNormalization are replaced by the running statistics that were updated.
+    """Return the operands of a BatchNormalization in training mode. An operand may be a running
+    statistic that an earlier BatchNormalization updated; the statistic before the update replaces
+    it.
 
     If a module calls a BatchNormalization twice, exporters write the updated statistics of the
     first call as operands of the second. In training mode, the normalised result does not depend on
@@ -496,8 +497,8 @@ def _detach(sweep: _ReaderState, operand: str, result: str) -> None:
 
 
 def _read_padded_lookup(sweep: _ReaderState, node: onnx.NodeProto, row: int) -> None:
-    """Read an embedding whose table row `row` is a padding row and receives no gradient. The added
-    nodes are those that `autopipe export` writes for it.
+    """Read an embedding that has a padding row: row `row` of its table receives no gradient. The
+    added nodes are equal to the nodes that `autopipe export` writes for such an embedding.
     """
     result = node.output[0]
     rows, stopped, padding, is_padding, per_row, axis = (

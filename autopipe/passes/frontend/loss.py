@@ -159,7 +159,7 @@ def add_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
         return result
 
     def rows(value: Value, *columns: int) -> str:
-        """Add a Reshape that merges all dimensions of samples and positions, and return the name of
+        """Add a Reshape of `value` to [samples · positions, `columns` …], and return the name of
         its result.
         """
         shape = (math.prod(labels.shape), *columns)

@@ -38,8 +38,8 @@ CONSTANT = "/constant"
 merged with a parameter of equal values.
 """
 NAMESAKE = "/merged"
-"""Suffix of the new name of an Identity's result, after its readers read a separate tensor with the
-old name.
+"""Suffix that is appended to the name of an Identity's result. The readers of the result then read
+a separate tensor, which has the old name.
 """
 Read = tuple[int, int]
 """(position of a node in the graph, index of one of its operands): a use of a tensor."""
@@ -165,8 +165,9 @@ def _uses_in_metadata(
 def _parameter_in_call(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
-    """Return the parameter that operand `read` is in the call of PyTorch's traced program that its
-    node is a part of. Return "" if the call does not determine it, and None if the operand is not a
+    """Return the name of the parameter that is read as the operand `read`. The node of the operand
+    is a part of a call of PyTorch's traced program, and the parameter is an argument of this call.
+    Return "" if the call does not determine the parameter, and None if the operand is not a
     parameter.
 
     `together` lists the uses of trained tensors by nodes of that call. `made` contains the names of
@@ -188,8 +189,10 @@ def _parameter_in_call(
 def _match_argument(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, named: list[str]
 ) -> str | None:
-    """Return the parameter that operand `read` is in the call of PyTorch's traced program that its
-    node is a part of. `named` lists the parameters that are arguments of the call.
+    """Return the name of the parameter that is read as the operand `read`. The node of the operand
+    is a part of a call of PyTorch's traced program, and `named` lists the parameters that are
+    arguments of this call. `together` lists the operands of the call's nodes that are trained
+    tensors.
 
     An operand whose tensor belongs to a parameter in `named` is that parameter. The other operands
     are the remaining parameters in argument order. If operands outnumber parameters, the result for

@@ -144,11 +144,12 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
 
 
 def _assign_created_nodes(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
-    """Return the origins, after assigning the nodes of the graph that no node of the file writes
-    because fusion created them.
+    """Return the origins `nodes`, after assigning the nodes of the graph that no node of the file
+    writes because fusion created them.
 
-    A created node is assigned to a fused origin if it reads a value of the origin and the owner of
-    the origin reads its result.
+    A created node is assigned to an origin (a node of the file) that was fused. The created node
+    must read a value of the origin, and the owner of the origin must read a result of the created
+    node. The owner is the graph's node that owns all readers of the origin's results.
     """
     owners = owners_of(nodes)
     free: dict[tuple[str, int], int] = {}
@@ -249,8 +250,9 @@ class Model:
     """
 
     def with_scores(self, scores: Scores) -> Model:
-        """Return the model whose losses save (`keep`) or recompute (`recompute`) their logits; this
-        model if it has only one form.
+        """Return the model whose losses save (`keep`) or recompute (`recompute`) their logits.
+        Return this model if it does so already, or if the other value of `scores` is not
+        considered.
         """
         if self.other is None or scores == self.scores:
             return self
@@ -258,8 +260,8 @@ class Model:
 
     @property
     def forms(self) -> tuple[Model, ...]:
-        """This model, and the model with the other value of `scores` if both values are
-        considered.
+        """This model, and, if the other value of `scores` is considered too, the model with that
+        value. The value states whether losses save or recompute their logits.
         """
         return (
             self,
@@ -387,8 +389,9 @@ UNREACHED = "no gradient reaches it"
 
 
 def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
-    """Return the parameters that the loss depends on without receiving a gradient from it, by the
-    operator and name of the node that stops the gradient.
+    """Return the parameters on which the loss depends although they receive no gradient from it.
+    The key is the operator and name of the node that stops the gradient, the value the names of the
+    parameters.
 
     `graph` must still mark these parameters as trainable.
     """

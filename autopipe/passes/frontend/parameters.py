@@ -80,8 +80,8 @@ SCALES_OF_WEIGHTS = frozenset(
 MATRICES = frozenset({("MatMul", 1), ("Gemm", 1), ("Conv", 1)})
 """(operator, operand index) of weight matrices of layers."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
-"""(operator, operand index) of the scale of similarities, stored as a logarithm, and of their
-offset, as in CLIP and SigLIP.
+"""(operator, operand index) of two parameters that are applied to similarities, as in CLIP and
+SigLIP: their scale, which is stored as a logarithm, and their offset.
 """
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
 """(operator, operand index) of a table of positions that is resized, and of rows of the table that

@@ -137,8 +137,9 @@ _MORE_SAMPLES = (2, 16, 128)
 def _suggest_batch_size(
     source: Source, error: ModelError, read: Callable[[int], Model]
 ) -> ModelError:
-    """Return the error to raise for a model that cannot be read on one sample. If `read` can read a
-    larger batch with a symbolic dimension, the error tells its size; otherwise return `error`.
+    """Return the error to raise for a model that cannot be read on one sample. If the batch
+    dimension is symbolic and `read` can read a larger batch, the error tells the size of that
+    batch; otherwise return `error`.
     """
     for samples in _MORE_SAMPLES:
         try:
@@ -191,7 +192,9 @@ def _read(
     roles = roles_of(source)
 
     def followed(tried: Inputs) -> Graph:
-        """Return the graph for the inputs `tried`, in which batch axes are followed."""
+        """Return the graph for the inputs `tried`, through which `infer_batch_axes` traces batch
+        axes.
+        """
         return replace_broadcast_gathers(
             interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0]
         )

@@ -254,24 +254,24 @@ class Rewriter:
         return self.constant(scalar_array(value, dtype), dtype)
 
     def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
-        """Write a Reshape of the value `name` to `shape` and return its result. Returns `name`
-        without writing a node if the value is of that shape and `result` is None.
+        """Write a Reshape of the value `name` to `shape` and return the name of its result. Returns
+        `name` without writing a node if the value is of that shape and `result` is None.
         """
         if shape == self.shape(name) and result is None:
             return name
         return self.add("Reshape", [name, self.integers(*shape)], shape, result=result)
 
     def cast(self, name: str, dtype: DType) -> str:
-        """Write a Cast of the value `name` to `dtype` and return its result. Returns `name` if it
-        has that type.
+        """Write a Cast of the value `name` to `dtype` and return the name of its result. Returns
+        `name` if it has that type.
         """
         if self.type_of(name).dtype is dtype:
             return name
         return self.add("Cast", [name], self.shape(name), dtype=dtype, to=NUMBERS[dtype])
 
     def transpose(self, name: str, *order: int, result: int | None = None) -> str:
-        """Write a Transpose and return its result, whose axis i is axis `order[i]` of the value
-        `name`.
+        """Write a Transpose and return the name of its result, whose axis i is axis `order[i]` of
+        the value `name`.
         """
         shape = self.shape(name)
         moved = [shape[axis] for axis in order]
@@ -280,8 +280,8 @@ class Rewriter:
     def binary(
         self, op: str, left: str, right: str, dtype: DType | None = None, result: int | None = None
     ) -> str:
-        """Write an elementwise operator of two operands and return its result. Raises ModelError if
-        the operands' shapes cannot be broadcast to each other.
+        """Write an elementwise operator of two operands and return the name of its result. Raises
+        ModelError if the operands' shapes cannot be broadcast to each other.
         """
         try:
             shape = np.broadcast_shapes(self.shape(left), self.shape(right))
@@ -294,8 +294,8 @@ class Rewriter:
         return self.add(op, [left, right], shape, dtype=dtype, result=result)
 
     def select(self, condition: str, chosen: str, other: str) -> str:
-        """Write a Where and return its result: the elements of `chosen` at positions at which
-        `condition` is true, otherwise those of `other`.
+        """Write a Where and return the name of its result: the elements of `chosen` at positions at
+        which `condition` is true, otherwise those of `other`.
         """
         shape = np.broadcast_shapes(*map(self.shape, (condition, chosen, other)))
         return self.add(
@@ -303,8 +303,8 @@ class Rewriter:
         )
 
     def expand(self, name: str, *shape: int) -> str:
-        """Write an Expand of the value `name` to `shape` and return its result. Returns `name` if
-        it has that shape.
+        """Write an Expand of the value `name` to `shape` and return the name of its result. Returns
+        `name` if it has that shape.
         """
         if shape == self.shape(name):
             return name
@@ -327,7 +327,7 @@ class Rewriter:
         return list(self.nodes[-1].outputs)
 
     def concat(self, axis: int, *names: str) -> str:
-        """Write a Concat of the values `names` along `axis` and return its result."""
+        """Write a Concat of the values `names` along `axis` and return the name of its result."""
         shape = self.shape(names[0])
         size = sum(self.shape(name)[axis] for name in names)
         return self.add("Concat", names, (*shape[:axis], size, *shape[axis + 1 :]), axis=axis)
@@ -335,8 +335,9 @@ class Rewriter:
     def slice(
         self, name: str, bounds: Mapping[int, tuple[int, int]], result: int | None = None
     ) -> str:
-        """Write a Slice of the value `name` and return its result. `bounds` maps an axis to (start,
-        stop), where the element at stop is excluded. Bounds must lie within the axis.
+        """Write a Slice of the value `name` and return the name of its result. `bounds` maps an
+        axis to (start, stop), where the element at stop is excluded. Bounds must lie within the
+        axis.
         """
         shape = list(self.shape(name))
         for axis, (start, stop) in bounds.items():
@@ -351,7 +352,9 @@ class Rewriter:
         return self.add("Slice", operands, shape, result=result)
 
     def clip(self, name: str, low: float, high: float, result: int | None = None) -> str:
-        """Write a Clip of the float32 value `name` to low … high and return its result."""
+        """Write a Clip of the float32 value `name` to low … high and return the name of its
+        result.
+        """
         shape = self.shape(name)
         if self.opset < CLIP_OPERANDS_SINCE:
             return self.add("Clip", [name], shape, result=result, min=low, max=high)
@@ -359,8 +362,8 @@ class Rewriter:
         return self.add("Clip", [name, *bounds], shape, result=result)
 
     def sum(self, name: str, *axes: int) -> str:
-        """Write a sum of the value `name` along `axes` and return its result, in which these axes
-        have size 1. Axes must not be negative.
+        """Write a sum of the value `name` along `axes` and return the name of its result, in which
+        these axes have size 1. Axes must not be negative.
         """
         shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
         if self.opset < REDUCE_SUM_OPERANDS_SINCE:
@@ -369,7 +372,7 @@ class Rewriter:
 
     def pad_end(self, name: str, axis: int, size: int) -> str:
         """Write a Pad that appends zeros to the value `name` until `axis` has the size `size`, and
-        return its result. Returns `name` if the axis has that size.
+        return the name of its result. Returns `name` if the axis has that size.
         """
         shape = self.shape(name)
         if shape[axis] == size:

@@ -78,8 +78,8 @@ class Signature:
     temporary: frozenset[str] = frozenset()
     """Buffers that the module's state_dict lacks (persistent=False)."""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Names of parameters and buffers in the module, by the name of the argument in the traced
-    program.
+    """For each argument of the traced program that is a parameter or buffer, its name in the
+    module.
     """
     folded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each constant that the exporter computed, the names of the values from which it was
@@ -184,9 +184,9 @@ class Signature:
         return bool(self.origins(name))
 
     def declaration_of(self, tensor: onnx.TensorProto, merged: str) -> onnx.ValueInfoProto:
-        """Return metadata for `tensor`, a copy of the tensor `merged`. The metadata declare that
-        the operators that were evaluated to compute `merged` were applied to a parameter of which
-        `tensor` is the result.
+        """Return an entry of the graph's `value_info` for `tensor`, a copy of the tensor `merged`.
+        Its metadata declare `tensor` as a parameter, and list the values from which the exporter
+        computed `merged`, without the parameters among them.
         """
         import onnx.helper
 

@@ -73,7 +73,7 @@ class Uses:
         return frozenset(found)
 
     def is_weight(self, name: str) -> bool:
-        """True if an operator reads the value `name` as a weight (see `WEIGHT_SLOTS`)."""
+        """True if an operator reads the value `name` as a weight, according to `WEIGHT_SLOTS`."""
         return any(
             slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name)
         )

@@ -34,8 +34,9 @@ ROTARY_BASE = 10000.0
 class AttentionOperands:
     """Names of the operands of an ONNX Attention node, "" for an absent one.
 
-    `query` is [B, H, T, F], `key` and `value` are [B, G, tokens, F]; `mask` is boolean or is added
-    to the logits. `causal` is the attribute `is_causal`.
+    `query` is [B, H, T, F], `key` and `value` are [B, G, tokens, F], for B sequences, T new tokens,
+    H query heads, G key-value heads, and F features per head. `mask` is boolean or is added to the
+    logits. `causal` is the attribute `is_causal`.
     """
 
     query: str
@@ -144,8 +145,8 @@ def decompose_decoder_masked_attention(rewriter: FileRewriter) -> None:
 
 def decompose_attention(rewriter: FileRewriter) -> None:
     """Decompose com.microsoft's Attention, which computes queries, keys and values by one matrix
-    product, and then attends. Result 1 is the stack of all keys and all values, [2, B, H, tokens,
-    F].
+    product, and then attends. Result 1 is the stack of all keys and all values, [2, sequences,
+    heads, tokens, features per head].
     """
     node = rewriter.node
     heads = node.integer("num_heads")
@@ -216,8 +217,9 @@ def decompose_packed_multi_head_attention(rewriter: FileRewriter) -> None:
 
 
 def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
-    """Write the value `name` [B, tokens, heads · F] as [B, heads, tokens, F] and return the
-    result's name. Raises ModelError if the features are not divisible by `heads`.
+    """Write the value `name` [sequences, tokens, heads · F], with F features per head, as
+    [sequences, heads, tokens, F] and return the result's name. Raises ModelError if the features
+    are not divisible by `heads`.
     """
     batch, tokens, hidden = rewriter.shape(name)
     rewriter.require(
@@ -232,8 +234,9 @@ def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
 def _write_attention(
     rewriter: Rewriter, heads: AttentionOperands, logits_index: int, **settings: Any
 ) -> tuple[str, str, str]:
-    """Write an ONNX Attention node. Return the names of its output [B, T, H · F], of all keys, and
-    of all values, which include the cached ones.
+    """Write an ONNX Attention node with the operands `heads`. Return the names of its output
+    [sequences, tokens, heads · features per head], of all keys, and of all values. Keys and values
+    include the cached ones.
 
     `logits_index` is the index of the replaced node's result that has the attention logits. If the
     replaced node has that result, it becomes the fourth result of Attention. `settings` are further
@@ -281,12 +284,12 @@ def _write_attention_with_past(
     past_length: str,
     logits_index: int,
 ) -> tuple[str, str, str]:
-    """Write an ONNX Attention node whose keys and values are the cached ones, `past`, followed by
-    the new ones of `heads`. Return the names of its output, of all keys, and of all values.
+    """Write an ONNX Attention node with the operands `heads`, whose keys and values follow the
+    cached ones, `past`. Return the names of its output, of all keys, and of all values.
 
-    If `past_length` is not "", it names the number of valid cached tokens; then the cache is a
-    longer buffer, and the new keys and values are written behind the valid tokens. See
-    `_write_attention` for `logits_index`.
+    If `past_length` is not "", it names the number of valid cached tokens. The cache is then a
+    longer buffer, and the new keys and values are written behind the valid tokens. `logits_index`
+    is the index of the replaced node's result that has the attention logits.
     """
     tokens = rewriter.shape(heads.query)[2]
     if past[0] and past_length:
@@ -302,8 +305,10 @@ def _write_attention_with_past(
 
 
 def _read_projections(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
-    """Return the names of queries [B, T, heads · F], keys and values [B, T, groups · F]: operands 0
-    to 2 of the replaced node, or the parts of operand 0 if operand 1 is absent.
+    """Return the names of queries [sequences, tokens, heads · F], keys and values [sequences,
+    tokens, groups · F], with F features per head; `groups` is the number of key-value heads. They
+    are operands 0 to 2 of the replaced node. If operand 1 is absent, they are the parts of operand
+    0 along its last dimension.
     """
     query = rewriter.required(0)
     if rewriter.operand(1):
@@ -528,11 +533,12 @@ def _split_stack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
 def _combine_masks(
     rewriter: Rewriter, heads: AttentionOperands, padding: str, added: str, total: int
 ) -> AttentionOperands:
-    """Return `heads` with the mask that is added to the logits [B, H, T, total]: the sum of the
-    mask of the operand `padding` and of the tensor `added`; "" for an absent operand.
+    """Return `heads`, the operands of an Attention node, with a mask that is added to the logits
+    [sequences, heads, queries, total]. The mask is the sum of the padding mask `padding` and the
+    tensor `added`, which are operands of the replaced node, "" if absent.
 
-    `total` is the number of keys, including cached ones. If the node is causal, the result has
-    `causal` 1, or a mask that also hides later keys.
+    `total` is the number of keys, including cached ones. If the replaced node is causal, the result
+    has `causal` 1 if there is no padding mask; otherwise its mask also hides later keys.
     """
     causal = rewriter.node.integer("unidirectional")
     visible = _visible_key_mask(rewriter, padding, heads.query, total) if padding else ""
@@ -555,13 +561,16 @@ def _combine_masks(
 
 
 def _visible_key_mask(rewriter: Rewriter, padding: str, query: str, total: int) -> str:
-    """Return the name of a boolean mask that broadcasts to [B, H, T, total] and is true for keys
-    that are not padding; "" if the operand `padding` is of one key although there are more, which
-    means that there is no mask.
+    """Return the name of a boolean mask that is true for keys that are not padding. It broadcasts
+    to [B, heads, T, total], for B sequences, T queries and `total` keys. The operand `padding` of
+    the replaced node is one of these:
 
-    `padding` contains the number of keys per sequence [B]; that number and the index of the first
-    key [2 · B]; or 1 for each key that is not padding: [B, total], [B, T, total] or [B, 1, max,
-    max].
+    - [B]: the number of keys of each sequence;
+    - [2 · B]: the index after the last key of each sequence, then the index of its first key;
+    - [B, total], [B, T, total] or [B, 1, longest, longest]: 1 for each key that is not padding.
+
+    Return "" if `padding` has several dimensions, and the last one has size 1 although there are
+    several keys. As in ONNX Runtime, there is no mask then.
     """
     batch, _, tokens, _ = rewriter.shape(query)
     shape = rewriter.shape(padding)
@@ -577,8 +586,9 @@ def _visible_key_mask(rewriter: Rewriter, padding: str, query: str, total: int) 
 
 
 def _key_range_mask(rewriter: Rewriter, bounds: str, batch: int, total: int) -> str:
-    """Return the name of a boolean mask [B, 1, 1, total] that is true for the keys of sequence b
-    before `bounds[b]`. If `bounds` has 2 · B elements, keys before `bounds[B + b]` are hidden, too.
+    """Return the name of a boolean mask [batch, 1, 1, total] that is true for the keys of sequence
+    b before `bounds[b]`. If `bounds` has 2 · `batch` elements, the keys before `bounds[batch + b]`
+    are hidden, too.
     """
     size = rewriter.shape(bounds)[0]
     bounds = rewriter.cast(bounds, DType.INT64)
@@ -618,13 +628,15 @@ def _project_queries_keys_values(rewriter: Rewriter, bias: str) -> list[str]:
 def _write_packed_attention(
     rewriter: Rewriter, projections: list[str], offsets: str, bounds: str, added: str
 ) -> None:
-    """Write attention within each of B sequences. `projections` are their queries, keys and values,
-    concatenated along tokens: [tokens, H · F].
+    """Write attention within each of B sequences that are concatenated without padding.
+    `projections` are the queries, keys and values of all sequences, each [tokens, heads · features
+    per head].
 
-    Tokens are gathered into B sequences of equal length (padding repeats a token), and the results
-    are gathered back. `bounds` [B + 1] has the index of the first token of each sequence. The first
-    elements of `offsets` [B, longest] are the index of each token among the B · longest padded
-    tokens. `added` is added to the logits, "" for nothing.
+    The tokens of each sequence are gathered into a tensor [B, longest], in which other tokens pad
+    shorter sequences. After attention, the results are gathered back. `bounds` [B + 1] has the
+    index of the first token of each sequence, then the number of tokens. `offsets` is [B, longest];
+    its first elements are, for each token, its index among the B · longest padded tokens. `added`
+    is added to the logits; "" for nothing.
     """
     (batch, longest) = rewriter.shape(offsets)
     heads = rewriter.node.integer("num_heads")

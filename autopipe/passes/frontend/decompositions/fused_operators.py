@@ -35,9 +35,9 @@ _PLAIN_ACTIVATIONS = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 
 
 def _decompose_fused_matmul(rewriter: FileRewriter) -> None:
-    """Transpose the factors of a FusedMatMul for which transBatchA or transBatchB is 1: in these,
-    the rows come before the batch dimensions, and must come behind them. A FusedMatMul without such
-    a factor is kept.
+    """Replace the attributes transBatchA and transBatchB of a FusedMatMul by Transposes. A factor
+    with this attribute has the dimensions [rows, batch …, columns] and is transposed to [batch …,
+    rows, columns]. A FusedMatMul without such a factor of three or more dimensions is kept.
     """
     node = rewriter.node
     is_moved = [
@@ -221,9 +221,9 @@ def _decompose_embed_layer_normalization(
     node = rewriter.node
 
     def dequantize(name: str, table: int) -> str:
-        """Return the name of `name` in floating point, where `name` is operand `table` or a part of
-        it. The scale of operand i is operand i + 6, its zero point operand i + 11. If the node is
-        not quantised, return `name`.
+        """Return the name of the floating-point form of the value `name`, which is operand `table`
+        or consists of its rows. The scale of operand i is operand i + 6, its zero point operand i +
+        11. If the node is not quantised, return `name`.
         """
         if not is_quantized:
             return name

@@ -43,9 +43,9 @@ def restore_weight_layout(rewriter: FileRewriter) -> str:
     input channels, …].
 
     The file declares that shape, but stores blocks: [output blocks, input channels, …, output
-    channels of a block], or, if the number of input channels is a multiple of the block size, too,
-    [output blocks, input blocks, …, input channels of a block, output channels of a block]. Raises
-    ModelError if the number of output channels is not a multiple.
+    channels of a block]. If the number of input channels is a multiple of the block size, the file
+    stores [output blocks, input blocks, …, input channels of a block, output channels of a block]
+    instead. Raises ModelError if the number of output channels is not a multiple of the block size.
     """
     size = block_size()
     (outputs, inputs, *window) = rewriter.shape(rewriter.required(1))

@@ -38,8 +38,8 @@ def quantize_result(rewriter: FileRewriter, name: str, index: int) -> None:
 
 def move_channels_last(rewriter: FileRewriter, name: str, result: int | None = None) -> str:
     """Transpose the value `name` from [batch, channels, …] to [batch, …, channels] and return the
-    result's name. `result` is the index of the replaced node's result that this is, None for a new
-    value.
+    result's name. If `result` is not None, the transposed value is result number `result` of the
+    replaced node.
     """
     rank = len(rewriter.shape(name))
     return rewriter.transpose(name, 0, *range(2, rank), 1, result=result)

@@ -61,8 +61,9 @@ _WEIGHT_ONLY = {
 def _key_by_domain(
     domain: str, table: Mapping[str, Callable[[FileRewriter], None]], is_typed: bool = False
 ) -> dict[tuple[str, str], Decomposition]:
-    """Return the decompositions of `table`, which is keyed by operator, keyed by (domain,
-    operator).
+    """Return {(domain, operator): decomposition} for `table`, which maps each operator of `domain`
+    to the function that writes its decomposition. `is_typed` becomes the field of this name of all
+    decompositions.
     """
     return {(domain, op): Decomposition(write, is_typed) for op, write in table.items()}
 

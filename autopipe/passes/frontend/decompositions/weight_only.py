@@ -27,9 +27,9 @@ _NF4 = (
 
 
 def decompose_matmul_nbits(rewriter: FileRewriter) -> None:
-    """Reshape the scales and zero points of a MatMulNBits to matrices [rows, blocks], and write its
-    bias as an Add. A node whose scales and zero points are not vectors and that has no bias is
-    kept.
+    """Decompose a MatMulNBits with a bias, or with scales or zero points that are vectors: write
+    the bias as an Add, and reshape these vectors to matrices [rows of the weight, blocks per row].
+    A MatMulNBits without any of these is kept.
     """
     rows = rewriter.shape(rewriter.required(1))[0]
     operands = [rewriter.operand(index) for index in range(5)]
@@ -53,9 +53,9 @@ def decompose_matmul_nbits(rewriter: FileRewriter) -> None:
 def decompose_matmul_bnb4(rewriter: FileRewriter) -> None:
     """Decompose MatMulBnb4 into a dequantisation of the weight and a MatMul.
 
-    A Gather looks up each byte of the weight in a table of two values; the upper four bits are the
-    first value. The weight is flat and consists of blocks; each block is multiplied by its scale,
-    the largest magnitude in the block.
+    Each byte of the weight holds two 4-bit codes. A Gather from a table [256, 2] replaces a byte by
+    the values of its codes; that of the upper four bits comes first. The weight is flat and
+    consists of blocks; each block is multiplied by its scale, the largest magnitude in the block.
     """
     node = rewriter.node
     rewriter.require(bool(node.integer("transB", 1)), "only a transposed weight is supported")

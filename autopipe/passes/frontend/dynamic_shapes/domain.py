@@ -22,23 +22,23 @@ from autopipe.ir.graph import DType, Value
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 WITNESS = 1_000_003
-"""The value of n, the number of selected rows, for which shape inference runs and for which the row
-dimension is traced through a node. It is a prime larger than usual sizes, so that no other size and
-no product of sizes is mistaken for n. Of the results, only the sizes of other dimensions and the
-index of the dimension with size n are used.
+"""The value of n, the number of selected rows, that is assumed for shape inference and for tracing
+the dimension of rows through a node. It is a prime larger than usual sizes, so that no other size
+and no product of sizes is mistaken for n. Of the results, only the sizes of the other dimensions
+and the index of the dimension with size n are used.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLength:
-    """The number of rows that a mask selects if it selects the first rows of a vector: `scale *
-    count + offset`.
+    """The number of rows that a mask selects if it selects the first rows of a vector. It is `scale
+    * count + offset`; `scale` and `offset` are constants, `count` is computed while running.
     """
 
     count: str
     """Name of the int64 scalar in the graph that is multiplied by `scale`."""
     root: str
-    """The root (see `Selection.root`) of the selection that has `count` rows."""
+    """The root of the mask that selects `count` rows: a name for the sequence of its elements."""
     scale: int = 1
     offset: int = 0
 
@@ -58,18 +58,19 @@ class Selection:
     equal.
     """
     root: str = field(default="", compare=False)
-    """A name for the sequence of the mask's elements in row-major order. Masks of different shapes
-    can have one root. "" if only the mask itself identifies the elements.
+    """A name for the sequence of the mask's elements in row-major order. Two masks with an equal
+    name have equal elements, although their shapes may differ. "" if only the mask itself
+    identifies the elements.
     """
     prefix: PrefixLength | None = field(default=None, compare=False)
-    """The number of selected rows, if the selection is the first rows along the mask's first axis;
+    """The number of selected rows, if the mask selects the first rows along its first axis;
     otherwise None.
     """
 
     @property
     def first_rows(self) -> PrefixLength | None:
-        """The number of selected elements, if the mask has one dimension and its first elements are
-        selected; otherwise None.
+        """The number of selected elements, if the mask has one dimension and selects its first
+        elements; otherwise None.
         """
         return self.prefix if len(self.shape) == 1 else None
 
@@ -227,7 +228,8 @@ def row_type_of(value: Value, axis: int) -> Value:
 
 def witness_type(fact: Fact) -> Value:
     """Return the type that a value with this fact has in the ONNX file if the number of rows
-    selected by data is `WITNESS`.
+    selected by data is `WITNESS`. A fact is what is recorded of a value whose shape or elements
+    depend on data.
     """
     if isinstance(fact, CountedNumbers):
         return Value("", DType.INT64, fact.numbers.shape)
@@ -238,8 +240,8 @@ def witness_type(fact: Fact) -> Value:
 
 
 def row_axes_of(fact: Fact | None) -> tuple[int, ...]:
-    """Return the dimensions of a value that count rows selected by data. They follow from the
-    value's fact; () without a fact or for `CountedNumbers`.
+    """Return the dimensions of a value that count rows selected by data. `fact` is what is recorded
+    of the value, None for a static value. The result is () without a fact and for `CountedNumbers`.
     """
     if isinstance(fact, Indices):
         return (fact.axis,)

@@ -32,8 +32,9 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import Number, SizeArray
 
 def gather_own_elements(context: NodeContext) -> bool:
     """Write a GatherND in which each selected row (a row whose mask element is true) reads elements
-    of itself: the first index of a position is the rank of the row among the selected rows, the
-    other indices are constants. Return False, and write nothing, for another GatherND.
+    of itself. A position, the vector of indices of one read, then begins with the rank of the row
+    among the selected rows; its other indices are constants. Return False, and write nothing, for
+    another GatherND.
     """
     data = context.fact(0)
     indices = context.fact(1)
@@ -96,11 +97,11 @@ def gather_by_rank(context: NodeContext) -> bool:
 def _index_depth(
     context: NodeContext, data: Indices | SelectedRows, positions: Indices | SelectedRows | None
 ) -> int | None:
-    """Return the axis along which a Gather reads, or the number of indices per position of a
-    GatherND.
+    """Return the axis along which a Gather reads. For a GatherND, return the length of a position
+    (the vector of indices of one read).
 
-    None for a GatherND that is not supported: it has batch_dims, or the indices of one position are
-    not in one row.
+    None for a GatherND that is not supported: it has batch_dims, or `positions` counts rows along
+    its last dimension, so that the indices of one position are in several rows.
     """
     if context.node.op_type == "Gather":
         return nonnegative_axis(context.integer("axis"), len(data.row_type.shape))
@@ -120,8 +121,9 @@ def write_nonnegative_ranks(
     the last row; n is the number of rows that `selection` selects. Return the result's name, or
     `name` if its elements are known not to be negative.
 
-    If a position has several indices, as in GatherND, `column` is the one that counts rows;
-    otherwise None.
+    In a GatherND, one read has several indices, along the last dimension of `name`; `column` is the
+    index along this dimension at which the rank is. In a Gather, all elements are ranks, and
+    `column` is None.
     """
     write = context.write
     known = context.arrays.get(name)
@@ -277,9 +279,10 @@ def split_rows(context: NodeContext) -> bool:
 
 
 def _restrict_rows(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
-    """Return `rows` of which only the elements are selected for which the boolean vector `mask` is
-    true. `mask` has an element per element of the present mask, and must be false for elements that
-    are not selected there. `root` is a name for its elements.
+    """Return `rows` with fewer selected rows: those for which the boolean vector `mask` is true.
+    The vector has one element per element of the mask that selects `rows`, and must be false for
+    elements that this mask does not select. `root` is a name for the sequence of elements of the
+    new mask.
     """
     write = context.write
     shape = rows.selection.shape

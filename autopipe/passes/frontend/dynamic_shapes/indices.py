@@ -20,8 +20,9 @@ from autopipe.passes.frontend.dynamic_shapes.domain import Indices, SelectedRows
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 
 Columns = Sequence[tuple[int, ...]]
-"""For each index of a multi-dimensional position, its coefficients: constant, a factor per axis of
-the mask, rank factor. See `Indices`.
+"""For each index of a multi-dimensional position, the coefficients with which it is computed from a
+mask element: a constant, a factor per coordinate of the element, and a factor for its rank among
+the selected elements.
 """
 _NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf, "mul": 1.0}
 """By the reduction of a scatter, the update that changes no element."""
@@ -81,11 +82,14 @@ def _write_coefficients(write: RowWriter, term: np.ndarray, dtype: DType) -> str
 def _mixed_radix_axes(
     column: tuple[int, ...], extent: int, selection: Selection
 ) -> tuple[int, ...] | None:
-    """Return the axes of the mask, outermost first, whose coordinates are the digits of an index.
+    """Return the axes of the mask, outermost first, whose coordinates are the digits of an index (a
+    number in mixed radix).
 
-    The index is `constant + sum of coordinate * factor` with the numbers in `column`. It takes
-    consecutive values, each once, if the factor of each axis is the product of the sizes of the
-    axes after it. Return None otherwise, or if a value is outside of 0 … `extent` - 1.
+    The index of a mask element is `constant + sum of coordinate * factor`. `column` has the
+    constant, a factor per axis of the mask, and the factor of the element's rank. The digits are
+    the axes whose factor is not 0. The factor of each of them must be the product of the sizes of
+    the digits after it, so that the index takes consecutive values, each once. Return None if this
+    does not hold, if the index depends on the rank, or if a value is outside of 0 … `extent` - 1.
     """
     constant, *factors, rank_factor = column
     if rank_factor:
@@ -104,9 +108,10 @@ def _mixed_radix_axes(
 def _axes_of_columns(
     columns: Columns, data: Value, first: int, selection: Selection
 ) -> list[tuple[int, ...]] | None:
-    """Return, for each index of a position, the axes of the mask whose coordinates are its digits.
-    The indices address the dimensions of `data` from `first` on. None if an index has no such
-    digits (see `_mixed_radix_axes`), or if two indices share an axis.
+    """Return, for each index of a position in `data`, the axes of the mask whose coordinates are
+    its digits: the index is the number in mixed radix that these coordinates form. `columns` has
+    the coefficients of the indices, which address the dimensions of `data` from `first` on. None if
+    an index has no such digits, or if two indices share an axis.
     """
     found = []
     for place, column in enumerate(columns):
@@ -121,9 +126,9 @@ def _axes_of_columns(
 def read_at_indices(
     write: RowWriter, selection: Selection, columns: Columns, data: Value, first: int
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Write the elements of `data` at positions that are affine in coordinates of the mask.
-    `columns` has the indices for the dimensions from `first` on; in the result, these become one
-    dimension that counts rows.
+    """Write the elements of `data` at one position per mask element. `columns` has, for each
+    dimension of `data` from `first` on, the coefficients with which the index is computed from the
+    element's coordinates. In the result, these dimensions become one, which counts rows.
 
     Return (name of the result, axes of the mask along which its rows differ); None if the result is
     not `data` with sliced and reordered dimensions.
@@ -149,8 +154,9 @@ def read_at_indices(
 
 
 def are_own_ranks(indices: Indices) -> bool:
-    """True if `indices` are GatherND positions in which each selected row addresses itself: the
-    first index is the rank of the row among the selected rows, and the other indices are constants.
+    """True if `indices` are the positions of a GatherND in which each selected row addresses
+    itself. A position (the vector of indices of one read) then begins with the rank of the row
+    among the selected rows; its other indices are constants.
     """
     if indices.axis or len(indices.constants.shape) < 2:
         return False
@@ -162,9 +168,9 @@ def are_own_ranks(indices: Indices) -> bool:
 
 
 def read_own_elements(write: RowWriter, data: SelectedRows, indices: Indices) -> str:
-    """Write a GatherND that reads, from each row of `data`, elements at constant positions, and
-    return its name. The first index of `indices` must be the rank of the row; the others are these
-    positions (see `are_own_ranks`).
+    """Write a GatherND that reads, from each row of `data`, elements at constant positions in the
+    row, and return the result's name. Each vector of `indices` along the last dimension must begin
+    with the rank of the row; the numbers after it are the position in the row.
     """
     positions = indices.constants[..., 1:]
     target = (data.shape[0], *positions.shape[1:])
@@ -182,11 +188,11 @@ def write_at_indices(
     adds: bool,
     result: str,
 ) -> bool:
-    """Write `result`: the tensor `data` with `rows` written at (or, with `adds`, added to)
-    positions that are affine in coordinates of the mask. `columns` has the indices for the
-    dimensions from `first` on.
+    """Write `result`: the tensor `data` with `rows` written at, or, with `adds`, added to one
+    position per mask element. `columns` has, for each dimension of `data` from `first` on, the
+    coefficients with which the index is computed from the element's coordinates.
 
-    Return False, with nothing written, unless the positions of all elements of the mask fill these
+    Return False, with nothing written, unless the positions of all mask elements fill these
     dimensions.
     """
     selection = rows.selection
@@ -216,12 +222,14 @@ def write_at_indices(
 def _combine_updates(
     write: RowWriter, rows: SelectedRows, over: tuple[int, ...], rest: tuple[int, ...]
 ) -> tuple[str, str]:
-    """Write, for each position along the mask axes `over`, (1) whether a selected row (one whose
-    mask element is true) is written there and (2) the sum of the selected rows that are written
-    there. Return both names.
+    """Combine `rows` that are written to one position. A position is a combination of coordinates
+    along the mask axes `over`. Return the names of two tensors:
 
-    The sum is arbitrary for a position that no selected row is written to. Both have the shape
-    [positions ..., `rest` ...] or one that broadcasts to it; `rest` is the shape of a row.
+    - whether a selected row (one whose mask element is true) is written to a position;
+    - the sum of the selected rows that are written to a position. It is arbitrary if there is none.
+
+    Both have the shape [positions ..., `rest` ...] or one that broadcasts to it; `rest` is the
+    shape of a row.
     """
     selection = rows.selection
     ones = [1] * len(rest)
@@ -250,7 +258,7 @@ def _combine_updates(
 
 def _move_rows_first(write: RowWriter, rows: SelectedRows, rest: tuple[int, ...]) -> str:
     """Write the tensor of `rows` with the dimension that counts rows first, reshaped to [rows,
-    `rest` ...]. Return the result's name.
+    `rest` ...]; `rest` is the shape of a row. Return the result's name.
     """
     order = [rows.axis, *(axis for axis in range(len(rows.shape)) if axis != rows.axis)]
     return write.reshape(write.transpose(rows.value, order), (rows.shape[rows.axis], *rest))
@@ -286,8 +294,9 @@ def scatter_rows(
     """Write `result`: a ScatterND into `data`, or a ScatterElements along `axis`, whose indices are
     computed while running. `rows` are the updates.
 
-    With a reduction, the updates of elements that are not selected are neutral. Otherwise `data`
-    gets one more slice along `axis`; these updates are written to it, and it is cut off again.
+    Updates of mask elements that are not selected must have no effect. With a reduction, they
+    become its neutral element. Without one, a slice is appended to `data` along `axis`, these
+    updates are written to it, and it is removed from the result.
     """
     selection = rows.selection
     extent = data.shape[axis]
@@ -324,9 +333,9 @@ def representable_number(number: float, dtype: DType) -> float:
 def _redirect_unselected(
     write: RowWriter, operator: str, indices: SelectedRows, extent: int
 ) -> SelectedRows:
-    """Return `indices` with the index `extent`, which is outside of the data, in rows whose mask
-    element is false. A ScatterND's positions have several indices along their last dimension, of
-    which the first becomes `extent` and the others 0.
+    """Return `indices` in which rows whose mask element is false have the index `extent`, which is
+    outside of the data. In a ScatterND, each row consists of several indices along the last
+    dimension: the first becomes `extent`, the others become 0.
     """
     indices = write.spread(write.apply_weights(indices), indices.selection.axes)
     depth = indices.row_type.shape[-1] if operator == "ScatterND" else 1

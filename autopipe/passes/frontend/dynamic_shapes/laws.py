@@ -1,5 +1,6 @@
 """The laws of dynamic shapes: for each class of operators, a sequence of functions that derive the
-facts of a node's results from the facts of its operands.
+facts of a node's results from the facts of its operands. A fact is what is recorded of a value
+whose shape or elements depend on data.
 
 A law returns False if it does not apply to the node; then it has recorded no fact. The laws of a
 class are tried in order: special cases that keep more precise facts come first. An operator that no
@@ -38,8 +39,9 @@ from autopipe.passes.frontend.dynamic_shapes.size_operators import (
 from autopipe.passes.frontend.dynamic_shapes.windows import compute_windows
 
 Law = Callable[[NodeContext], bool]
-"""A function that records the facts of a node's results and writes nodes that compute them. It
-returns False if it does not apply to the node.
+"""A function that records the facts of a node's results (what is known of values whose shape
+depends on data) and writes nodes that compute them. It returns False if it does not apply to the
+node.
 """
 
 
@@ -107,8 +109,8 @@ CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.ope
 
 def apply_laws(context: NodeContext) -> None:
     """Write a node that reads selected rows (rows whose mask element is true) with static shapes,
-    and record the facts of its results, by the first law of its operator that applies. Raises
-    ModelError if none does.
+    and record the facts of its results: what is known of their rows. The first law (rule) of the
+    node's operator that applies is used. Raises ModelError if none does.
     """
     operator_class = CLASS_OF.get(context.node.op_type, ROW_WISE)
     has_pairs = any(
@@ -154,8 +156,9 @@ def _apply_across_selections(context: NodeContext, operator_class: OperatorClass
 
 
 def align_selections(context: NodeContext) -> NodeContext:
-    """Return the context with the facts of all operands expressed in terms of one mask. Raises
-    ModelError if data select the rows of the operands by masks with different elements.
+    """Return the context with the facts of all operands (what is recorded of operands whose shape
+    depends on data) expressed in terms of one mask. Raises ModelError if data select the rows of
+    the operands by masks with different elements.
     """
     facts = [each for each in context.facts if each is not None]
     if len({each.selection.key for each in facts}) > 1:
@@ -168,8 +171,9 @@ def align_selections(context: NodeContext) -> NodeContext:
 
 
 def _align_fact(context: NodeContext, fact: Fact | None, selection: Selection) -> Fact | None:
-    """Return the fact of an operand in terms of `selection`, whose mask has the same elements, but
-    may divide them into other dimensions; None for a static operand.
+    """Return the fact of an operand, what is recorded of its rows, in terms of `selection`. The
+    mask of `selection` has the same elements as the operand's mask, but may divide them into other
+    dimensions. None for a static operand.
     """
     if isinstance(fact, Indices) and fact.selection.shape != selection.shape:
         fact = write_indices(context.write, fact)

@@ -31,8 +31,8 @@ _MAX_DEPTH = 8
 
 
 class MaskRoots:
-    """The nodes of a file that produce masks, and integers that bound a Range. Finds values with
-    equal elements.
+    """Finds values of a file with equal elements, among masks and among integers that bound a
+    Range. It records the nodes that produce these values.
     """
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
@@ -111,8 +111,9 @@ class MaskRoots:
         return int(factor) if factor.is_integer() and factor >= 1 else 1
 
     def _producer_of_scalar(self, name: str, types: Mapping[str, Value]) -> onnx.NodeProto | None:
-        """Return the node that computes the scalar `name`, before casts, views and gathers of a
-        single element; None if it is not recorded.
+        """Return the node that computes the scalar `name`. Casts, views, and gathers from an
+        operand with a single element are skipped: the node before them is returned. None if its
+        operator is not one that computes masks or bounds of a Range.
         """
         node = self._producers.get(name)
         while node is not None and (node.op_type == "Cast" or _is_single_element(node, types)):
@@ -122,8 +123,9 @@ class MaskRoots:
     def _find_root(
         self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int
     ) -> str:
-        """Compute the result of `root`: compare the node that produces `name`, and up to `depth`
-        nodes before it, with the nodes seen so far.
+        """Return the root of the value `name`: the first value found in the file whose elements, in
+        row-major order, are equal. The node that produces `name`, and up to `depth` nodes before
+        it, are compared with the nodes seen so far.
         """
         node = self._producers.get(name)
         if node is None or not depth:

@@ -40,13 +40,16 @@ _IGNORED_LABEL = -100
 
 
 def reduce_rows(context: NodeContext) -> bool:
-    """Write an operator that combines selected rows (rows whose mask element is true) for all
-    elements of the mask, with the operator's neutral element in rows that are not selected. Return
-    True.
+    """Write an operator that combines selected rows (rows whose mask element is true). It combines
+    the rows of all elements of the mask; rows that are not selected get the operator's neutral
+    element, or, in a loss, a label that is ignored. Return True.
 
-    Raises ModelError for an operator that has no neutral element and is no loss, for operands with
-    two dimensions of selected rows, and if a result that has no row per row has a size that depends
-    on the number of selected rows.
+    Raises ModelError in these cases:
+
+    - The operator has no neutral element and is no loss.
+    - An operand has two dimensions of selected rows.
+    - The result has no dimension of rows, but another size of it depends on the number of selected
+      rows.
     """
     operator = context.node.op_type
     write = context.write

@@ -36,8 +36,9 @@ SHAPE_OPERANDS = {name: row.sizes for name, row in OPERATORS.items() if row.size
 
 
 class RowAxes(NamedTuple):
-    """The dimensions of a node's results that count rows selected by data, as the operator's
-    iteration space shows.
+    """The dimensions of a node's results that count rows selected by data. They follow from the
+    node's iteration space: the axes over which it loops, and the dimension of each operand and
+    result that an axis is.
     """
 
     types: list[Value]
@@ -45,12 +46,12 @@ class RowAxes(NamedTuple):
     axes: list[int] | None = None
     """The dimension of each result that counts rows; None if a result combines several rows."""
     pair_axes: tuple[int | None, ...] = ()
-    """The second dimension of each result that counts rows; () if no operand has two such
-    dimensions.
+    """For each result, the second dimension that counts rows, None if it has none. () if no operand
+    has two such dimensions.
     """
     reduced_axes: tuple[int | None, ...] = ()
-    """For operands with two dimensions of rows of which the node reduces one: the reduced dimension
-    of each operand. Otherwise ().
+    """If operands have two dimensions of rows and the node reduces one of them: for each operand,
+    the index of the reduced dimension, None if it has none. Otherwise ().
     """
 
 
@@ -75,11 +76,12 @@ class NodeFacts:
     row_axes_cache: dict[object, RowAxes]
     """Results of `row_axes`, by node and operands: many nodes of a file are equal."""
     derived_selections: dict[object, Selection]
-    """Selections that were made from other selections, by their root.
+    """Selections that were made from other selections, by their root: a name for the sequence of
+    their mask's elements.
 
-    A selection that has `scale * n + offset` rows, where n is the number of rows of another, is
-    also found by (key of the other, scale, offset); a selection of concatenated rows by the keys
-    and sizes of its parts.
+    There are two more kinds of keys. (key of another selection, scale, offset) stands for a
+    selection that has `scale * n + offset` rows, where n is the number of rows of the other one.
+    The keys and sizes of several parts stand for the selection of their concatenated rows.
     """
     results: dict[str, Fact] = field(default_factory=dict)
     """The facts of the node's results, which the laws add."""
@@ -176,13 +178,14 @@ class NodeFacts:
     def _follow_rows(
         self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]
     ) -> RowAxes:
-        """Find the axis of the node's iteration space that counts rows selected by data, and the
-        dimension in each result that this axis becomes. `types` and `known` are the operands' types
-        and elements as if data selected `WITNESS` rows.
+        """Return the dimensions of the results that count rows selected by data. They are found
+        through the node's iteration space: the axes over which it loops, and the dimension of each
+        operand and result that an axis is. `types` and `known` are the operands' types and elements
+        as if data selected `WITNESS` rows.
 
-        The node computes each row separately if this axis is parallel and is a dimension of every
-        result. If operands have two dimensions of selected rows, this must hold for one of their
-        axes.
+        The node computes each row separately if the axis that counts rows is parallel and is a
+        dimension of every result. If operands have two dimensions of selected rows, this must hold
+        for one of their axes. Otherwise the returned `RowAxes` has no `axes`.
         """
         inferred = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in inferred if each is not None]
@@ -235,7 +238,8 @@ class NodeFacts:
         results: Sequence[Value | None],
         known: Sequence[np.ndarray | None],
     ) -> Space:
-        """Return the iteration space of the node as if data selected `WITNESS` rows. `types` and
+        """Return the iteration space of the node as if data selected `WITNESS` rows: the axes over
+        which it loops, and the dimension of each operand and result that an axis is. `types` and
         `known` are the types and elements of the operands, `results` the types of the results.
         Raises ModelError for an operator without definition.
         """

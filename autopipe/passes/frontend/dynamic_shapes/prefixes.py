@@ -27,7 +27,7 @@ def bounded_prefix(
     context: NodeContext, limit: str, root: str, maximum: int, factor: int
 ) -> Selection:
     """Return the selection (the true elements of a mask) of the first `limit` of `maximum` rows.
-    `root` names its mask.
+    `root` is a name for the sequence of the mask's elements.
 
     The scalar `limit` is rounded up to an integer, which must be a multiple of `factor`. The
     program stops if the number is larger than `maximum`.
@@ -64,9 +64,9 @@ def express_by_base_selection(
     """Return (base, scale, offset) for a selection, the true elements of a mask: it has `scale * n
     + offset` rows, where n is the number of rows of the selection `base`.
 
-    If the first rows are selected and their number is such an expression of a count, `base` has as
-    many rows as the count, so that quotients of sizes are exact. Otherwise `base` is `selection`
-    itself, with scale 1 and offset 0.
+    If `selection` consists of first rows and their number is recorded as `scale * count + offset`,
+    `base` consists of the first `count` rows. Quotients of sizes are then exact. Otherwise `base`
+    is `selection` itself, with scale 1 and offset 0.
     """
     prefix = selection.first_rows
     if prefix is None or (prefix.scale, prefix.offset) == (1, 0):
@@ -93,8 +93,8 @@ def strided_prefix(
     context: NodeContext, selection: Selection, stride: int, offset: int
 ) -> Selection:
     """Return the selection of the first (n + offset - 1) // stride + 1 rows, where n is the number
-    of rows of `selection`, which must consist of first rows. These are as many rows as a window
-    with this stride has positions in n + offset rows.
+    of rows of `selection`, which must consist of first rows. This is the number of positions of a
+    window that can begin at each of n + offset rows and moves by `stride`.
     """
     if stride == 1:
         return scaled_prefix(context, selection, 1, offset)
@@ -140,9 +140,9 @@ def limited_root(selection: Selection, maximum: int) -> str:
 def slice_prefix(
     context: NodeContext, rows: SelectedRows, start: int, end: int | None, step: int
 ) -> bool:
-    """Write a Slice of selected first rows that takes every `step`-th row from row `start` on, to
-    the last selected row (`end` is None), or to an `end` < 0, which counts from that row. Return
-    False, and write nothing, if not the first rows are selected, and for other bounds.
+    """Write a Slice of rows of which a mask selects the first ones. The Slice takes every `step`-th
+    row from row `start` on. It ends with the last selected row if `end` is None; otherwise `end` is
+    negative and counts from that row. Return False, and write nothing, for other masks and bounds.
     """
     if rows.selection.first_rows is None or start < 0 or (end is not None and end >= 0):
         return False
@@ -160,8 +160,8 @@ def slice_prefix(
 
 
 def _prefix_selection(context: NodeContext, prefix: PrefixLength, capacity: int) -> Selection:
-    """Return the selection (the true elements of a mask) of first rows whose number `prefix`
-    states, of at most `capacity` rows. Equal numbers share one selection.
+    """Return the selection (the true elements of a mask) of as many first rows as `prefix` states,
+    of at most `capacity` rows. Calls with an equal `prefix` return one selection.
     """
     root = prefix.root
     if (prefix.scale, prefix.offset) != (1, 0):

@@ -65,7 +65,8 @@ def record_range(
     context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]
 ) -> CountedNumbers:
     """Record that the result of a Range from 0 in steps of 1, whose limit is computed while
-    running, numbers the first rows of a vector. Return the fact of the limit: it is their number.
+    running, numbers the first rows of a vector. Return what is recorded of the limit: it is the
+    number of these rows.
 
     `bounds` has the maximum number of elements of such results, by name. Raises ModelError if
     `bounds` lacks this result, unless an equal Range was seen before, and for another start or
@@ -168,9 +169,9 @@ def _write_known_count(
 
 
 def _count_split_results(name: str, uses: Uses) -> int:
-    """Return the number of results of the Split that is the only reader of the value `name`,
-    possibly after a cast or transpose. An exporter that unrolls a loop over the elements writes
-    such a Split. 0 if there is none.
+    """Return the number of results of a Split that is the only reader of the value `name`, directly
+    or after casts, transposes and other views. An exporter that unrolls a loop over the elements of
+    the value writes such a Split. 0 if there is no Split, or if it has one result.
     """
     readers = _find_readers(name, uses, _VIEWS)
     if len(readers) != 1:
@@ -303,8 +304,8 @@ def _static_boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
 
 def _select_unique(context: NodeContext, data: Value) -> None:
     """Record the distinct elements of `data` that a Unique selects: it sorts all elements and
-    selects the first of each run of equal elements. Raises ModelError unless the node has sorted=1
-    and no axis.
+    selects the first of several equal elements. Raises ModelError unless the node has sorted=1 and
+    no axis.
     """
     if context.has_attribute("axis") or not context.integer("sorted", 1):
         raise ModelError(

@@ -203,12 +203,13 @@ def _joined_selection(
 
 
 def express_by_derived_selection(context: NodeFacts, counted: CountedNumbers) -> CountedNumbers:
-    """Return the numbers as polynomials in the number of rows of a selection that was derived from
-    that of `counted`, if possible; otherwise `counted`. A selection is the true elements of a mask.
+    """Return `counted` as polynomials in the number of rows of another selection, which was derived
+    from that of `counted`. A selection is the true elements of a mask. Return `counted` itself if
+    this is not possible.
 
-    This requires that all elements that depend on n, the number of rows of the original selection,
-    are one expression `scale * n + offset`, and that a derived selection with as many rows is
-    recorded. These elements are then its number of rows.
+    It is possible only if all elements that depend on n, the number of rows of the original
+    selection, are one expression `scale * n + offset`, and if a derived selection with that many
+    rows is recorded. These elements are then the number of rows of the derived selection.
     """
     numbers = counted.numbers
     if numbers.dtype.kind != "i" or numbers.degree != 1:

@@ -189,8 +189,9 @@ def _is_integer_power(context: NodeContext) -> bool:
 def _record_weighted_product(
     context: NodeContext, result_type: Value, axis: int, rows: Mapping[int, SelectedRows]
 ) -> bool:
-    """Record the product of rows with one number per row as weighted rows, if the numbers differ
-    along an axis of the mask along which the rows are equal. Return False for another product.
+    """Record the product of rows with one number per row as weighted rows: rows with a vector of
+    weights with which they are still to be multiplied. This requires that the numbers differ along
+    an axis of the mask along which the rows are equal. Return False for another product.
 
     Rows are multiplied by their weights only when an operator needs it, so the graph stores fewer
     rows until then.

@@ -53,7 +53,8 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class ExpertUnit:
-    """An expert: its two layers, and the attributes of the gated unit between them.
+    """An expert: its two linear layers, and the attributes of the gated unit, act(gates) · gated
+    features, between them.
 
     If gates and gated features have separate matrices, `first` is the layer of the gates, and `up`
     the matrix of the gated features. Otherwise `first` computes both, and `up` is "".
@@ -89,9 +90,9 @@ class ExpertUnit:
 
 
 def fuse_gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match a mixture of experts that gathers the matrices of each token's experts. It ends at
-    `node`, the ReduceSum of result · share [tokens, k, features] over axis 1. Return the nodes in
-    its place; None if the pattern does not match.
+    """Match a mixture of experts that gathers the matrices of each token's k experts. It ends at
+    `node`, a ReduceSum over axis 1 of result · share [tokens, k, features]; a share is the factor
+    of an expert's result. Return the nodes in place of `node`; None if the pattern does not match.
     """
     rank = len(view.shape(node.inputs[0]))
     axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -120,8 +121,9 @@ def fuse_gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def fuse_masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match a mixture that computes every expert for all tokens: the sum over experts of result ·
-    share, which is 0 for tokens that did not choose the expert.
+    """Match a mixture that computes every expert for all tokens. It is the sum over experts of
+    result · share; a share is the factor of the expert's result, 0 for tokens that did not choose
+    the expert.
 
     Each Add of the sum adds one expert, and `node` is one of these. At the Add of the last expert,
     return the nodes in its place; None at others and if the pattern does not match.
@@ -177,7 +179,8 @@ def _make_listed_mixture(
 ) -> tuple[Node, ...] | None:
     """Return the ListedExperts node of a mixture whose experts have separate matrices, which
     `experts` has by number; None if shapes or types differ between experts or do not fit. `read`
-    has the names of tokens, chosen experts and shares.
+    has the names of the tokens, the numbers of the chosen experts, and the factors of their
+    results.
     """
     tokens = view.shape(read[0])
     chosen = view.shape(read[1])
@@ -208,8 +211,8 @@ def _make_mixture(
     view: View, node: Node, unit: ExpertUnit, read: tuple[str, str, str]
 ) -> tuple[Node, ...]:
     """Return the nodes of a mixture whose experts' matrices are stacked. Matrices that are stored
-    as [experts, inputs, outputs] are transposed. `read` has the names of tokens, chosen experts and
-    shares.
+    as [experts, inputs, outputs] are transposed. `read` has the names of the tokens, the numbers of
+    the chosen experts, and the factors of their results.
     """
     rewriter = Rewriter(view, node)
     operands = list(read)
@@ -235,8 +238,8 @@ def _make_mixture(
 def _has_fitting_shapes(
     view: View, unit: ExpertUnit, source: str, chosen: str, shares: str, result: str
 ) -> bool:
-    """True if the shapes of tokens (`source`), chosen experts, shares, layers and result fit
-    together, and tokens, matrices and result have one element type.
+    """True if the shapes of tokens (`source`), chosen experts, shares (the factors of their
+    results), layers and result fit together, and tokens, matrices and result have one element type.
     """
     first, second = (
         (shape[0], shape[2], shape[1]) if layer.is_transposed else shape
@@ -475,9 +478,10 @@ def _match_product(view: View, name: str) -> ExpertLayer | None:
 def _match_expert_term(
     view: View, name: str
 ) -> tuple[ExpertUnit, str, str, tuple[str, int]] | None:
-    """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). Return
-    (expert, chosen, shares, number of the expert as `_match_expert_number` returns it); None if it
-    does not match.
+    """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). A share
+    is the factor of an expert's result. Return (expert, chosen, shares, number of the expert as
+    `_match_expert_number` returns it); None if it does not match. `chosen` names the numbers of the
+    experts that each token chose.
     """
     node = view.producer_of(name, "Where")
     product = view.producer_of(node.inputs[1], "Mul") if node is not None else None
@@ -513,8 +517,9 @@ def _sums_over_choices(view: View, node: Node) -> bool:
 
 
 def _match_choice_mask(view: View, name: str) -> tuple[str, str]:
-    """Return (chosen, index) if the value `name` is a mask [k, tokens] that is true for choices of
-    the expert whose number is `index`; otherwise ("", "").
+    """Return (chosen, index) if the value `name` is a mask [k, tokens] of the k experts that each
+    token chose: it is true for choices of the expert whose number is the value `index`. `chosen`
+    names the numbers of the chosen experts. Otherwise return ("", "").
     """
     path = view.producer_chain(name, "Cast", "Gather", "Transpose", "OneHot")
     if not path:

@@ -216,8 +216,9 @@ def kind_of_mask(view: View, mask: Mask) -> str:
 
 
 def _kind_of_added(numbers: np.ndarray) -> str:
-    """Return the kind (see `kind_of_mask`) of a mask with these `numbers`, which are added to the
-    scores.
+    """Return the kind, as `kind_of_mask` names it, of a mask with these `numbers`, which are added
+    to the scores: `blank`, `causal`, the number of earlier visible positions of a causal sliding
+    window, or `other`.
     """
     if not numbers.any():
         return "blank"
