@@ -196,8 +196,8 @@ def _axis_containing_batch(
     dimension: Dimension, place: BatchDimension, extents: dict[str, int], batch: int
 ) -> tuple[str, int, int] | None:
     """Return (axis, outer, inner) for the one axis of `dimension` that contains the batch: the size
-    of the axis is outer · batch · inner. Return None if no single axis contains it. `place` is the
-    batch in the dimension, and `extents` are the axis sizes.
+    of the axis is outer · batch · inner. Return None if no single axis contains it. `place` states
+    the position of the batch in the dimension, and `extents` contains the size of each axis.
     """
     below = 1
     for name in reversed(dimension):

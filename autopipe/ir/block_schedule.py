@@ -32,7 +32,9 @@ DeviceCount = Annotated[int, AtLeast(1), AtMost(4096)]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One task of each unit, on the devices `devices`, for `time` time units."""
+    """One task of each unit (a micro-batch or a group of micro-batches). It runs on the devices
+    `devices`, for the duration `time`.
+    """
 
     name: str
     devices: tuple[Index, ...]
@@ -42,7 +44,9 @@ class Block:
     frees memory.
     """
     after: tuple[Index, ...] = ()
-    """Indices of the blocks of the same unit that must have ended before this block starts."""
+    """Indices of the blocks of the same unit (micro-batch or group of micro-batches) that must have
+    ended before this block starts.
+    """
     delays: Annotated[tuple[NonNegativeInteger, ...], OmitDefault()] = ()
     """Minimum time between the end of each block in `after` and the start of this block, for
     example the time of a message; () if all are 0.
@@ -55,7 +59,9 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """The blocks of one unit, the number of devices, and their memory limits."""
+    """The blocks of one unit (a micro-batch or a group of micro-batches), the number of devices,
+    and their memory limits.
+    """
 
     devices: DeviceCount
     blocks: tuple[Block, ...]
@@ -113,8 +119,8 @@ class BlockGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Indices of the blocks in topological order. Blocks that are in a cycle or depend on one
-        are missing.
+        """Indices of the blocks in topological order. Blocks in a cycle are missing, and so are
+        blocks that depend on a block in a cycle.
         """
         left = [len(set(block.after)) for block in self.blocks]
         found = [index for index, count in enumerate(left) if count == 0]
@@ -150,7 +156,9 @@ class BlockGraph:
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
-        """For each device, the total time of its blocks of one unit."""
+        """For each device, the total time of its blocks of one unit (a micro-batch or a group of
+        micro-batches).
+        """
         return tuple(sum(self.blocks[index].time for index in members) for members in self.members)
 
 
@@ -167,9 +175,11 @@ def _invert_index_sets(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tup
 
 @dataclass(frozen=True, slots=True)
 class BlockRepetend:
-    """The steady state of a schedule (Tessel: repetend): block i of unit n starts at `starts[i] +
-    period * (n - offsets[i])`. Each repetition contains each block once. `offsets[i]` is the unit
-    of block i relative to the oldest unit of the repetition (Tessel: micro-batch index).
+    """The steady state of a schedule (Tessel: repetend). A unit is a micro-batch or a group of
+    micro-batches. Block i of unit n starts at `starts[i] + period * (n - offsets[i])`.
+
+    Each repetition contains each block once, of different units. `offsets[i]` is the number of the
+    unit of block i, counted from the oldest unit of the repetition (Tessel: micro-batch index).
     """
 
     starts: tuple[Index, ...]
@@ -178,20 +188,24 @@ class BlockRepetend:
 
 @dataclass(frozen=True, slots=True)
 class BlockSchedule:
-    """Start times of all blocks of all units, with a lower bound and a proof of optimality."""
+    """Start times of all blocks of all units (micro-batches, or groups of micro-batches), with a
+    lower bound and a proof of optimality.
+    """
 
     graph: BlockGraph
     starts: tuple[tuple[int, ...], ...]
-    """`starts[n][i]`: start of block i of unit n."""
+    """`starts[n][i]`: start of block i of unit n. A unit is a micro-batch or a group of
+    micro-batches.
+    """
     period: int | None = None
-    """Time between the starts of consecutive units in the steady state; None if there is no steady
-    state.
+    """Time between the starts of consecutive units (micro-batches or groups of them) in the steady
+    state; None if there is no steady state.
     """
     lower_bound: int = 0
-    """Lower bound of the period of schedules whose repetitions contain one unit or, if `repetend`
-    is None, of the makespan. If memory is limited and the period exceeds the largest load of a
-    device, a schedule whose repetitions contain several units can take less time per unit than this
-    bound.
+    """Lower bound of the period or, if `repetend` is None, of the makespan. A unit is a micro-batch
+    or a group of micro-batches. The bound of the period holds for schedules whose repetitions
+    contain each block once. If memory is limited and the period exceeds the largest load of a
+    device, a schedule whose repetitions contain several units can take less time per unit.
     """
     optimal: bool = False
     """True if the period or, if `repetend` is None, the makespan is proven optimal."""
@@ -200,7 +214,7 @@ class BlockSchedule:
 
     @property
     def units(self) -> int:
-        """Number of units."""
+        """Number of units: micro-batches, or groups of micro-batches."""
         return len(self.starts)
 
     @property
@@ -228,7 +242,9 @@ class BlockSchedule:
 
     @property
     def tasks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """For each device, its tasks (start, unit, block), sorted by start."""
+        """For each device, its tasks (start, index of the micro-batch or group of micro-batches,
+        index of the block), sorted by start.
+        """
         found: list[list[tuple[int, int, int]]] = [[] for _ in range(self.graph.devices)]
         for unit, starts in enumerate(self.starts):
             for index, start in enumerate(starts):
@@ -247,8 +263,9 @@ class BlockSchedule:
 
 
 def check_start_times(schedule: BlockSchedule) -> None:
-    """Raise InfeasibleError for the first block that starts before a block on which it depends has
-    ended, while its device runs another block, or without sufficient memory.
+    """Raise InfeasibleError if a block starts too early, while one of its devices runs another
+    block, or without sufficient memory. A block starts too early if its start is negative, or
+    before the end of a block on which it depends plus the delay between both.
     """
     blocks = schedule.graph.blocks
 
@@ -294,7 +311,9 @@ def check_start_times(schedule: BlockSchedule) -> None:
 
 
 def task_order_json(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
-    """Return the tasks (block, unit, start) of a device as JSON objects."""
+    """Return the tasks of a device as JSON objects. A task is (block, index of the micro-batch or
+    group of micro-batches, start).
+    """
     return [{"block": block, "unit": unit, "start": start} for block, unit, start in tasks]
 
 
@@ -376,8 +395,9 @@ def read_block_schedule(path: Path) -> BlockSchedule:
 
 
 def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
-    """Return the start of each block of each unit. Raise ConfigurationError unless each block is
-    once in the task list of each of its devices, with one start time.
+    """Return the start times as one tuple per unit (a micro-batch or a group of micro-batches),
+    with one entry per block. Raise ConfigurationError unless each block is once in the task list of
+    each of its devices, with one start time.
     """
     units = record.get("units", Count)
     orders = list(record.at("tasks").items())

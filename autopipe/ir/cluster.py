@@ -148,9 +148,11 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices 0, 1, … in a hierarchy of levels, such as nodes. Groups are filled in order, so the
-    last group of a level may be incomplete. A mixed cluster has pools (`groups`): its devices are
-    those of the pools in order, and its one level connects the pools.
+    """Devices 0, 1, … in a hierarchy of levels, such as nodes. Each level divides the devices into
+    groups, which are filled in order, so the last group of a level may be incomplete.
+
+    A mixed cluster consists of pools (field `groups`) with nodes and links of their own. Its
+    devices are those of the pools in order, and its one level connects the pools.
     """
 
     name: str

@@ -40,8 +40,8 @@ MarkType = TypeVar("MarkType")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Mark of a number with a lower or upper bound. `holds(value, bound)` must be true. `words`
-    describe the bound in errors, and `preposition` in descriptions of types.
+    """Mark (in `Annotated`) of a number with a lower or upper bound. `holds(value, bound)` must be
+    true. `words` describe the bound in errors, and `preposition` in descriptions of types.
     """
 
     words: str
@@ -56,7 +56,9 @@ AtMost = functools.partial(Bound, "at most", "up to", operator.le)
 
 
 class NumberWithUnit:
-    """Mark of a number that a document may state as text with a unit, such as "80 GiB"."""
+    """Mark (in `Annotated`) of a number that a document may state as text with a unit, such as "80
+    GiB".
+    """
 
     __slots__ = ()
 
@@ -75,8 +77,8 @@ class NumberWithUnit:
 
 @dataclass(frozen=True, slots=True)
 class FilePath:
-    """Mark of a path. In a document, a relative path is relative to the document's folder. It must
-    contain a `.` or a `/`, which distinguishes a path from a name.
+    """Mark (in `Annotated`) of a path. In a document, a relative path is relative to the document's
+    folder. It must contain a `.` or a `/`, which distinguishes a path from a name.
 
     A text for which `refuses` returns true is rejected. `words` describe such a text in the error,
     and `hint` is the hint of the error.
@@ -89,7 +91,9 @@ class FilePath:
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
-    """Mark of a value for which `test` must return true. `words` describe valid values."""
+    """Mark (in `Annotated`) of a value for which `test` must return true. `words` describe valid
+    values.
+    """
 
     test: Callable[[Any], object]
     words: str
@@ -97,32 +101,34 @@ class Predicate:
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """Mark of a field whose key differs from its name. A dot in `key` separates the keys of nested
-    mappings.
+    """Mark (in `Annotated`) of a field whose key differs from its name. A dot in `key` separates
+    the keys of nested mappings.
     """
 
     key: str
 
 
 class OmitDefault:
-    """Mark of a field that is not written if it has its default value."""
+    """Mark (in `Annotated`) of a field that is not written if it has its default value."""
 
 
 class Inline:
-    """Mark of a field that is a dataclass and whose keys are part of the outer dataclass's
-    mapping.
+    """Mark (in `Annotated`) of a field that is a dataclass and whose keys are part of the outer
+    dataclass's mapping.
     """
 
 
 class AsList:
-    """Mark of a dataclass that is written as a list of its fields. A document may omit fields with
-    defaults at the end.
+    """Mark (in `Annotated`) of a dataclass that is written as a list of its fields. A document may
+    omit fields with defaults at the end.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CustomCodec:
-    """Mark of a value that custom functions write and read. `words` describe valid values."""
+    """Mark (in `Annotated`) of a value that custom functions write and read. `words` describe valid
+    values.
+    """
 
     write: Callable[[Any], object]
     read: Callable[[Record], object]
@@ -131,8 +137,9 @@ class CustomCodec:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Mark of a field that collects all keys of the mapping that no other field has, as pairs (key,
-    value). The values are those of the document; `plain` converts them for writing.
+    """Mark (in `Annotated`) of a field that collects all keys of the mapping that no other field
+    has, as pairs (key, value). The values are those of the document; `plain` converts them for
+    writing.
     """
 
     plain: Callable[[Any], object]
@@ -140,15 +147,17 @@ class ExtraKeys:
 
 @dataclass(frozen=True, slots=True)
 class PositionOfKey:
-    """Mark of a field that is set to the file and line of the key `key` in the document."""
+    """Mark (in `Annotated`) of a field that is set to the file and line of the key `key` in the
+    document.
+    """
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class FormerKey:
-    """Mark of a field that had the key `key` in the previous release. Documents may still use this
-    key.
+    """Mark (in `Annotated`) of a field that had the key `key` in the previous release. Documents
+    may still use this key.
 
     `values` lists (former value, present value) for values that were renamed with the key.
     """
@@ -235,7 +244,9 @@ def former_keys(schema: type[Dataclass]) -> Mapping[str, tuple[str, FormerKey]]:
 
 
 def split_annotated(hint: Any) -> tuple[Any, tuple[object, ...]]:
-    """Return (type, marks) of an annotated type; the marks are () if it has none."""
+    """Return (type, marks) of an annotated type. The marks are the further arguments of
+    `Annotated`; () if there are none.
+    """
     if typing.get_origin(hint) is Annotated:
         base, *marks = typing.get_args(hint)
         return base, tuple(marks)

@@ -15,7 +15,7 @@ Interval = tuple[Count, Count]
 """Minimum and maximum of a degree over the stages of a plan and the matmuls in them."""
 
 _MAX_LISTED_GROUPS = 6
-"""Maximum number of groups whose sizes `PlanDegrees.text` lists individually."""
+"""Maximum number of groups of devices whose sizes `PlanDegrees.text` lists individually."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class PlanDegrees:
     """
 
     groups: Annotated[tuple[Count, ...], NonEmpty]
-    """Number of devices of each group. Groups are in the order of their first stages."""
+    """Number of devices of each group. A group is a set of devices that run the same stages. Groups
+    are in the order of their first stages.
+    """
     stages_per_group: Interval
-    """Number of stages of a group in each pipeline."""
+    """Number of stages that a group of devices runs in each pipeline."""
     data: Interval
     """Degree of data parallelism: the number of shards into which the samples of a micro-batch are
     divided.
@@ -51,18 +53,24 @@ class PlanDegrees:
     otherwise 0.
     """
     overlapping: Annotated[bool, OmitDefault()] = False
-    """True if some devices belong to several groups."""
+    """True if some devices belong to several groups. A group is a set of devices that run the same
+    stages.
+    """
     zero_stage: Annotated[Index, OmitDefault()] = 0
     """1 if the optimizer state is sharded over replicas (ZeRO-1); otherwise 0."""
     stages: Count = 1
     recomputed_stages: Annotated[Index, OmitDefault()] = 0
     """Number of stages that recompute their forward in backward."""
     settled: Annotated[tuple[str, ...], OmitDefault()] = ()
-    """Names of the strategy's open options, such as `tensor`, whose values the strategy chose."""
+    """Names of the options, such as `tensor`, that the user left open and whose values the strategy
+    chose.
+    """
 
     @property
     def pipeline(self) -> int:
-        """Number of groups in the pipeline."""
+        """Degree of pipeline parallelism: the number of groups of devices that run different
+        stages.
+        """
         return len(self.groups)
 
     @property
@@ -73,7 +81,9 @@ class PlanDegrees:
 
     @property
     def options(self) -> dict[str, int]:
-        """Values in this plan of the strategy's open options (`settled`), by name."""
+        """By name, the values in this plan of the options that the user left open and the strategy
+        chose (`settled`).
+        """
         width = max(self.groups)
         values = {
             "pipeline": self.pipeline,
@@ -102,8 +112,8 @@ class PlanDegrees:
         return ", ".join(told)
 
     def _pipeline_text(self) -> str:
-        """Return the description of the groups and stages, such as `pipeline 8 (2 stages per
-        rank)`.
+        """Return the description of the groups of devices and their stages, such as `pipeline 8 (2
+        stages per rank)`.
         """
         notes = []
         if self.stages_per_group != (1, 1):
@@ -132,7 +142,9 @@ def _interval_text(interval: Interval) -> str:
 
 
 def _sizes_text(sizes: Sequence[int]) -> str:
-    """Return a list of group sizes as text, or their minimum and maximum if there are many."""
+    """Return the numbers of devices of several groups as text: all of them or, if there are many,
+    their minimum and maximum.
+    """
     if len(sizes) > _MAX_LISTED_GROUPS:
         return f"{min(sizes)} to {max(sizes)}"
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

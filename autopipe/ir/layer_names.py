@@ -50,11 +50,11 @@ _MAX_SAMPLED_LAYERS: Final = 4
 
 
 def layer_name(slots: Iterable[Sequence[str]]) -> str:
-    """Return the name of a layer class: the most frequent one that its slots give; "" if they give
-    none.
+    """Return the name of a layer class: the most frequent name that follows from `slots`; "" if
+    none follows.
 
-    A slot has the corresponding names in some of the layers: those of one parameter, or of one
-    node.
+    An entry of `slots` contains the names that one parameter or node of the layer has in several
+    layers of the class.
     """
     found = Counter(_common_name(names[:_MAX_SAMPLED_LAYERS]) for names in slots)
     del found[""]
@@ -62,8 +62,9 @@ def layer_name(slots: Iterable[Sequence[str]]) -> str:
 
 
 def suffix_after_number(names: Sequence[str]) -> str:
-    """Return the part of corresponding names behind the number in which they differ, with `.` as
-    separator, such as `attention.query.weight`; "" if they do not differ in one number.
+    """Return the part of `names` behind the number in which they differ, with `.` as separator,
+    such as `attention.query.weight`; "" if they do not differ in one number. `names` are those of
+    one parameter or node in several layers.
     """
     names = names[:_MAX_SAMPLED_LAYERS]
     place = _differing_place(names)
@@ -71,8 +72,8 @@ def suffix_after_number(names: Sequence[str]) -> str:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Return the class name that follows from `names`, the corresponding names in several
-    instances; "" if the names do not differ in exactly one number.
+    """Return the class name that follows from `names`, the names of one parameter or node in
+    several layers; "" if the names do not differ in exactly one number.
     """
     place = _differing_place(names)
     if place is None:

@@ -238,8 +238,8 @@ class Layout:
         """Mesh axes over which devices hold partial sums or means, from the outermost to the
         innermost.
 
-        An axis of sums and an axis of means are not merged, because a reduction over a part of each
-        must leave the rest of each.
+        An axis of sums and an axis of means are not merged, because one reduction can cover a part
+        of each axis, and the rest of both must remain.
         """
         return tuple(sorted(self.sums + self.means, key=lambda axis: -axis.stride))
 

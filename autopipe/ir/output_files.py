@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO, Final
 
 _DIGESTS_START: Final = ',\n "sha256": '
-"""Text before the digests in the head of a folder. The digests are the last member of the head's
-JSON object.
+"""Text before the digests in the head of a folder, the JSON file that contains the digests of all
+files of the folder. The digests are the last member of its JSON object.
 """
 _AT_CURRENT_FOLDER: Final = -100
 """Linux's `AT_FDCWD`: relative paths refer to the working folder."""
@@ -375,13 +375,16 @@ class FolderDigests:
 
     @property
     def text(self) -> str:
-        """Text of the digests and the end of the JSON object at the end of the head."""
+        """Text at the end of the head, the JSON file that contains the digests: the digests, and
+        the closing brace of the file's JSON object.
+        """
         return f"{json.dumps(self.digests)}}}\n"
 
 
 def read_digests(path: Path) -> FolderDigests | None:
-    """Return the digests in the head at `path`. Return None if the file cannot be read or has no
-    valid digests, for example because an earlier version of autopipe wrote it.
+    """Return the digests in the head of a folder, the JSON file at `path` that contains the digests
+    of all files of the folder. Return None if the file cannot be read or has no valid digests, for
+    example because an earlier version of autopipe wrote it.
     """
     try:
         text = path.read_text(encoding="utf-8").rpartition(_DIGESTS_START)[2]
@@ -401,9 +404,9 @@ def edited_files(paths: Iterable[Path], seals: Sequence[FolderDigests]) -> list[
 def file_of_interrupted_write(
     folder: Path, own: FolderDigests | None, leftovers: Iterable[Path]
 ) -> Path | None:
-    """Return a file of `folder` that a later command wrote before it was interrupted; such a file
-    does not belong to the present head of the folder. Return None if there is none or if the head
-    has no digests.
+    """Return a file of `folder` that a later command wrote before it was interrupted. The head of
+    the folder, a JSON file with the digests of all files, does not describe such a file. Return
+    None if there is none or if the head has no digests.
 
     `own` are the digests in the head of `folder`. `leftovers` are the heads that interrupted
     commands left in their temporary folders.

@@ -270,8 +270,8 @@ _FOLDER_HEADS: Final = (
     ("manifest.json", _has_format("program"), "the program"),
     ("manifest.json", _has_format("checkpoint"), "the checkpoint"),
 )
-"""Heads of the folders that autopipe writes: name of the file, test of its content, and description
-of the folder.
+"""For each kind of folder that autopipe writes: the name of its head (the file that describes the
+others), a test of the head's content, and a description of the folder.
 """
 
 

@@ -178,7 +178,8 @@ class Placement:
     options: Annotated[tuple[tuple[str, int | str], ...], OmitDefault()] = field(
         default=(), compare=False
     )
-    """Names and values of the open options that the strategy chose, except degrees of parallelism.
+    """Names and values of the options that the user left open and the strategy chose, except
+    degrees of parallelism.
     """
 
     @property

@@ -493,9 +493,9 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
     """Return the schedule of a plan as lists, dicts and scalars, with times in seconds and memory
     in bytes.
 
-    The memory of a block is the change of the memory in use: positive for a forward, which saves
-    tensors for backward; negative for a backward. For the two halves of a split backward, the sum
-    is negative.
+    A block is a phase of a stage, for example its forward. The memory of a block is the change of
+    the memory in use: positive for a forward, which saves tensors for backward; negative for a
+    backward. For the two halves of a split backward, the sum is negative.
     """
     schedule = plan.schedule
     stages = plan.prediction.stages
@@ -598,9 +598,7 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
 def _read_task_orders(
     tasks: JsonRecord, kinds: list[TaskKind], stages: StageGraph
 ) -> Iterator[tuple[Task, ...]]:
-    """Yield the tasks of each device in order. Devices with equal lists, such as those of a lane,
-    share one tuple.
-    """
+    """Yield the tasks of each device in order. Devices with equal task lists share one tuple."""
 
     def read_task(record: JsonRecord) -> Task:
         """Return the task that a JSON object represents."""

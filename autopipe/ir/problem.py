@@ -246,9 +246,9 @@ class LossDivision:
     uses full batches only.
     """
     divided: Annotated[str, OmitDefault()] = ""
-    """Name of the model's loss, if the program computes its dividend instead of it. If the loss
-    also has a divisor, the program computes the divisor as the number of counted labels. "" if the
-    program computes the model's loss itself.
+    """Name of the model's loss, if the program computes the dividend of this loss instead of the
+    loss. If the loss also has a divisor, the program computes this divisor as the number of counted
+    labels. "" if the program computes the loss itself.
     """
     added: Annotated[float, OmitDefault()] = 0.0
     """Number that is added to the divisor of a step."""

@@ -147,8 +147,8 @@ class StageCode:
     backward.
     """
     segments: tuple[Segment, ...] = ()
-    """Segments in the order in which the forward runs them; () unless the stage recomputes in a
-    training program.
+    """Sets of nodes that backward recomputes together, in the order in which the forward runs them;
+    () unless the stage recomputes in a training program.
     """
 
     def meshes(self) -> tuple[MeshAxes, ...]:
@@ -165,8 +165,9 @@ class StageCode:
         return tuple(sorted(found - {()}))
 
     def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
-        """Return the operations of each segment. Without segments, return one group with all
-        operations. A redistribution belongs to the segment of the next operator.
+        """Return the operations of each segment, in order. A segment is a set of nodes that
+        backward recomputes together. Without segments, return one group with all operations. A
+        redistribution belongs to the segment of the next operator.
         """
         segment_of = {
             node: number for number, segment in enumerate(self.segments) for node in segment.nodes
@@ -286,8 +287,8 @@ class Instruction:
     source: int | None = None
     """For a receive: the source stage whose messages it receives; None for all source stages."""
     part: int | None = None
-    """For a receive: the index of the slice of source micro-batches whose messages it receives;
-    None for all slices.
+    """For a receive: the value `index` of the `MicroBatchSlice` of source micro-batches whose
+    messages it receives; None for all micro-batches.
     """
 
     def shifted(self, distance: int) -> Instruction:
@@ -326,7 +327,7 @@ class StageOnRank:
 @dataclass(frozen=True, slots=True)
 class RankCode:
     """The program of one rank: its stages, its shards of parameters, and the three sections of its
-    step.
+    step (warm-up, steady state, cool-down).
     """
 
     rank: int
@@ -496,8 +497,8 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class BucketShard:
-    """A shard of a trained parameter whose gradient several ranks reduce. `home` is as in
-    `ParameterShard`.
+    """A shard of a trained parameter whose gradient several ranks reduce. `home` is the only stage
+    that uses the shard, if all of these ranks run this stage, otherwise None.
     """
 
     parameter: int
@@ -559,7 +560,9 @@ class Bucket:
 
     @property
     def home(self) -> int | None:
-        """The only stage that uses the shards, as in `ParameterShard.home`, or None."""
+        """The only stage that uses the shards, if all ranks of the bucket run this stage, otherwise
+        None.
+        """
         return self.blocks[0].home
 
     @property
@@ -586,7 +589,9 @@ class Bucket:
 
     @property
     def _step(self) -> int:
-        """Number of elements to a multiple of which shards and parts are aligned."""
+        """Alignment in elements: each shard begins at a multiple of this number, and the size of
+        each rank's part is a multiple of it.
+        """
         return max(1, _ALIGNMENT_BYTES // self.blocks[0].itemsize)
 
     def element_ranges(self, rank: int) -> Iterator[ElementRange]:
@@ -604,8 +609,8 @@ class Bucket:
 
 def make_buckets(blocks: Iterable[BucketShard]) -> tuple[Bucket, ...]:
     """Return the buckets of a rank's shards in the order of their collectives, which is equal on
-    all ranks. Buckets of shards without a home come first. Parameters with larger indices come
-    first, because backward computes their gradients first.
+    all ranks. Buckets of shards that several stages use (`home` is None) come first. Parameters
+    with larger indices come first, because backward computes their gradients first.
     """
     groups: dict[tuple[int, tuple[int, ...]], list[BucketShard]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):

@@ -53,7 +53,9 @@ class Wiring:
     """For each node, the number of the first value that it writes. One entry more at the end."""
 
     def part(self, start: int, stop: int) -> Wiring:
-        """Return the wiring of the nodes from `start` to `stop` - 1, as of a graph of its own."""
+        """Return the wiring of the nodes from `start` to `stop` - 1 as a separate graph: values
+        that none of these nodes writes count as inputs.
+        """
         before = int(self.first_result[start])
         outside: dict[int, int] = {}
         operands = [
@@ -72,7 +74,7 @@ _MIN_PARALLEL_NODES: Final = 4
 """Minimum number of nodes of a layer if no instance reads the results of another instance, such as
 the towers of a recommendation model."""
 _MAX_NESTING: Final = 3
-"""Maximum depth of classes inside classes."""
+"""Maximum nesting depth of repeated parts inside repeated parts."""
 _MAX_PERIODS_PER_LENGTH: Final = 256
 """Maximum number of candidate periods per window length, the most frequent first."""
 
@@ -147,7 +149,9 @@ class _Run:
 
 
 def _find_runs(labels: Labels) -> list[_Run]:
-    """Return the runs of all candidate periods."""
+    """Return the runs of all candidate periods p: the maximal ranges, at least two periods long, in
+    which label i equals label i + p.
+    """
     found: list[_Run] = []
     for period in _candidate_periods(labels):
         is_equal = labels[period:] == labels[:-period]
@@ -160,7 +164,9 @@ def _find_runs(labels: Labels) -> list[_Run]:
 
 
 def _candidate_periods(labels: Labels) -> list[int]:
-    """Return the distances between consecutive equal windows of lengths 1, 2, 4, …, ascending."""
+    """Return the possible periods of repeated parts, ascending: the distances between consecutive
+    equal windows. A window is a range of 1, 2, 4, … labels.
+    """
     count = len(labels)
     names = labels
     length = 1
@@ -189,8 +195,8 @@ def _candidate_periods(labels: Labels) -> list[int]:
 
 
 def _crossing_values(wiring: Wiring) -> NDArray[np.int64]:
-    """Return, for each boundary i, the number of values that a node before node i writes and that
-    node i or a later node reads.
+    """Return, for each i from 0 to the number of nodes, the number of values that a node before
+    node i writes and that node i or a later node reads.
     """
     count = len(wiring.operands)
     last_reader = np.full(int(wiring.first_result[-1]), -1, dtype=np.int64)
@@ -206,7 +212,9 @@ def _crossing_values(wiring: Wiring) -> NDArray[np.int64]:
 
 
 def _free_ranges(free: NDArray[np.bool_], start: int, end: int) -> list[tuple[int, int]]:
-    """Return the maximal ranges (start, end) of free nodes between `start` and `end`."""
+    """Return the maximal ranges (start, end) of nodes between `start` and `end` that are in no
+    repeated part yet (`free`).
+    """
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free[start:end].view(np.int8), [0]))))
     return [
         (start + int(first), start + int(last))
@@ -223,8 +231,9 @@ def _equal_instances(
     end: int,
     period: int,
 ) -> list[list[int]]:
-    """Return lists of the first nodes of consecutive equal instances of `period` nodes between
-    `start` and `end`, where the labels have this period. Each list has two entries or more.
+    """Return lists of the first nodes of consecutive equal instances. An instance is a range of
+    `period` nodes between `start` and `end`, where the labels have this period. Each list has two
+    entries or more, and its instances are equal to one another.
     """
     count = (end - start) // period
     if count < 2:
@@ -251,7 +260,9 @@ def _equal_instances(
 
 
 def _is_chain(wiring: Wiring, starts: Sequence[int], length: int) -> bool:
-    """Return True if the last instance reads a value of the instance before it."""
+    """Return True if the last of several equal ranges of nodes reads a value that the range before
+    it writes. `starts` are the first nodes of the ranges, and `length` is their number of nodes.
+    """
     previous, start = starts[-2:]
     values = range(int(wiring.first_result[previous]), int(wiring.first_result[start]))
     return any(
@@ -260,8 +271,8 @@ def _is_chain(wiring: Wiring, starts: Sequence[int], length: int) -> bool:
 
 
 def _are_equal(labels: Labels, wiring: Wiring, one: int, other: int, length: int) -> bool:
-    """Return True if the ranges of `length` nodes from `one` and from `other` are equal
-    instances.
+    """Return True if the ranges of `length` nodes from `one` and from `other` have equal labels and
+    equal wiring.
     """
     if not np.array_equal(labels[one : one + length], labels[other : other + length]):
         return False
@@ -289,8 +300,8 @@ def _are_equal(labels: Labels, wiring: Wiring, one: int, other: int, length: int
 def _join_equal_classes(
     classes: Sequence[Repeat], labels: Labels, wiring: Wiring, free: NDArray[np.bool_]
 ) -> list[Repeat]:
-    """Return the classes with equal classes joined, and with further equal instances in ranges of
-    free nodes.
+    """Return the repeated parts `classes` with two changes: parts with equal ranges are joined to
+    one, and equal ranges of nodes that are in no part yet (`free`) are added.
     """
     joined: list[Repeat] = []
     for each in classes:
@@ -341,7 +352,9 @@ def _with_inner_classes(
     is_heavy: NDArray[np.bool_],
     depth: int,
 ) -> Repeat:
-    """Return the class with the classes inside its instances."""
+    """Return the repeated part `layer` with the repeated parts inside its ranges (`Repeat.inner`),
+    up to the maximum nesting.
+    """
     if depth + 1 >= _MAX_NESTING:
         return layer
     start = layer.starts[0]

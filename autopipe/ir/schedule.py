@@ -246,13 +246,17 @@ def group_equal_devices(
 def groups_by_stage(
     stage_devices: Sequence[Sequence[int]], lanes: DeviceGroups
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, for each stage, the indices of the lanes that contain its devices."""
+    """Return, for each stage, the indices of the lanes that contain its devices. A lane is a group
+    of devices with equal stages and equal task lists.
+    """
     lane = {device: index for index, devices in enumerate(lanes) for device in devices}
     return tuple(tuple(dict.fromkeys(lane[device] for device in group)) for group in stage_devices)
 
 
 def expand_to_devices(lanes: DeviceGroups, values: Sequence[Value]) -> tuple[Value, ...]:
-    """Return a tuple with one value per device, given one value per lane."""
+    """Return a tuple with one value per device, given one value per lane (group of devices with
+    equal stages and equal task lists).
+    """
     found = {
         device: value for devices, value in zip(lanes, values, strict=True) for device in devices
     }
@@ -335,8 +339,8 @@ class StageGraph:
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
         """Return the micro-batches that a stage runs if the problem has `micro_batches`
-        micro-batches. With p pipelines, micro-batch m runs on pipeline m mod p. If the stages have
-        ratios, there is one pipeline.
+        micro-batches. With p pipelines, micro-batch m runs on pipeline m mod p. If stages have
+        smaller micro-batches than the problem (`ratios`), there is only one pipeline.
         """
         if self.ratios:
             return range(micro_batches * self.ratios[stage])
@@ -493,8 +497,8 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSlice:
-    """The micro-batches index, index + of, index + 2·of, … of a stage, for which a channel sends
-    messages.
+    """The micro-batches index, index + of, index + 2·of, … of a stage. A channel, which sends one
+    slice of a tensor from one rank to another, has messages for these micro-batches only.
     """
 
     index: Index = 0

@@ -32,7 +32,8 @@ MAX_TIED_NAMES: Final = 1024
 small file could otherwise expand to a huge one.
 """
 MAX_COUNT: Final = 1 << 20
-"""Maximum increment of a counter in one forward pass."""
+"""Maximum increment of a counter, such as `num_batches_tracked` of BatchNorm, in one forward pass.
+"""
 
 
 def is_for_state_only(name: str) -> bool:
@@ -104,7 +105,9 @@ class StateNames:
 
 
 def _is_count(value: object) -> bool:
-    """Return True if the value is a valid increment of a counter."""
+    """Return True if the value is a valid increment of a counter, such as `num_batches_tracked` of
+    BatchNorm, in one forward pass.
+    """
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 

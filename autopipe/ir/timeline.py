@@ -72,9 +72,13 @@ class Timeline:
     """
 
     own_spans: tuple[Span, ...]
-    """Tasks of the first device of each lane, sorted by device and start."""
+    """Tasks of the first device of each lane (group of devices with equal tasks at equal times),
+    sorted by device and start.
+    """
     own_transfers: tuple[Transfer, ...]
-    """Messages between the first pair of each group of `links`, in both directions."""
+    """Messages between the first device pair of each group of `links`, in both directions. The
+    other pairs of a group have equal messages.
+    """
     memory: tuple[tuple[tuple[float, int], ...], ...]
     """For each device, pairs (time, bytes in use from this time on), sorted by time. The first time
     is 0.
@@ -90,8 +94,8 @@ class Timeline:
     links: Links = ()
     """Groups of pairs with equal transfers; () if `own_transfers` has all transfers."""
     own_ends: tuple[StepEndSpan, ...] = ()
-    """Gradient all-reduces and updates of the first device of each lane, sorted by device and
-    start.
+    """Gradient all-reduces and updates of the first device of each lane (group of devices with
+    equal tasks at equal times), sorted by device and start.
     """
 
     @property
@@ -126,13 +130,15 @@ class Timeline:
 
     @property
     def _first_device_of_group(self) -> dict[int, int]:
-        """For each device, the first device of its lane."""
+        """By device, the first device of its lane (group of devices with equal tasks at equal
+        times).
+        """
         return {device: devices[0] for devices in self.lanes for device in devices}
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Messages between all pairs of devices. Equal messages of the pairs of a group are
-        consecutive.
+        """Messages between all pairs of devices. Messages of pairs with equal transfers (a group of
+        `links`) are consecutive.
         """
         if not self.links:
             return self.own_transfers

@@ -210,7 +210,8 @@ class _Table:
         """Return the placement of a factorisation with the shortest step under 1F1B, or the reason
         why there is none.
 
-        form: strategy `grid` with the placement pattern of the stages.
+        form: strategy `grid` with the placement pattern: stages per rank and their order, or two
+        pipelines in opposite directions.
         schedule: name of the schedule for the row.
         most: maximum number of samples of a micro-batch; None is no maximum.
         recompute: recomputation mode, instead of the mode of the request.
@@ -268,7 +269,8 @@ class _Table:
         """Return (request, model, search) for trials with these options; equal options share one
         search.
 
-        form: strategy `grid` with the placement pattern of the stages.
+        form: strategy `grid` with the placement pattern: stages per rank and their order, or two
+        pipelines in opposite directions.
         shard: True for a sharded optimizer state.
         scores: variant of the losses; None for that of the request.
         recompute: recomputation mode.
@@ -533,7 +535,9 @@ def _grid_for_scheduler(scheduler: Scheduler) -> Grid:
 
 
 def _is_possible_with(form: Grid, degrees: Degrees) -> bool:
-    """True if stages with these degrees can be placed in the pattern of `form`."""
+    """True if stages with these degrees can be placed in the pattern of `form`: two pipelines in
+    opposite directions, several stages per rank, or one stage per rank.
+    """
     if form.opposite:
         return degrees.pipeline % 2 == 0
     return degrees.pipeline > 1 or form.stages_per_rank == 1

@@ -114,8 +114,8 @@ def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
     the samples, the positions within a sample, and the weights.
 
     An axis that merges samples and positions is split first over samples. In an operator without
-    weights, such as the matmuls of attention, other axes than the sample axis count as tensor,
-    because its heads are the columns of the preceding matmul.
+    weights, such as the matmuls of attention, all axes except the sample axis count as tensor
+    parallelism, because the attention heads are columns of the preceding matmul.
     """
     samples = sample_axes(work.problem.graph)
     weights = weight_values(work.problem.graph)

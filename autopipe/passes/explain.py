@@ -111,7 +111,8 @@ def _waiting_seconds(
 ) -> tuple[Mapping[int, float], float]:
     """Return (waits, messages) of one device, whose tasks are `spans`.
 
-    waits: seconds of waiting for the computation of another device, by this device.
+    waits: by index of another device, the seconds of waiting for the computation of that device. A
+    wait without a known cause has the index of the device itself.
     messages: seconds of waiting for messages in transit.
 
     The cause of a wait is found by equal times: a task starts at exactly the floating-point time at
@@ -563,9 +564,9 @@ def _neighbours(placement: Placement, index: int) -> Iterator[int]:
 def _nodes_moved_together(
     graph: Graph, nodes: tuple[int, ...], node: int, readers: bool
 ) -> tuple[int, ...]:
-    """Return, in ascending order, the node `node` and, if `readers`, all of the stage's `nodes`
-    that depend on it; otherwise all of these nodes on which it depends. Only dependences inside the
-    stage count.
+    """Return, in ascending order, the node `node` and those of the stage's `nodes` that must move
+    with it. If `readers`, these are the nodes that depend on `node`, otherwise the nodes on which
+    it depends. Only dependences inside the stage count.
     """
     found = {node}
     for each in nodes if readers else reversed(nodes):

@@ -12,8 +12,8 @@ from autopipe.passes.registry import Strategy
 
 
 def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
-    """Return the strategy with each open option set to the value that `plan` contains for it. Other
-    options stay unchanged.
+    """Return the strategy with each option that is open, so that the strategy would choose its
+    value, set to the value that `plan` contains for it. Other options stay unchanged.
     """
     defaults = _option_defaults(strategy)
     settled = {
@@ -28,7 +28,7 @@ def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
 
 def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
     """Return the strategy with each option for which `plan` contains a value reset to its default,
-    so that it is open.
+    with which the strategy chooses the value itself.
     """
     defaults = _option_defaults(strategy)
     opened = {name: defaults[name] for name in _planned_options(plan) if name in defaults}
@@ -44,7 +44,7 @@ def _planned_options(plan: Plan) -> dict[str, int | str]:
 
 
 def _option_defaults(strategy: Strategy) -> dict[str, Any]:
-    """Return the default of each option by name. For an option that can be open, the default is the
-    value that leaves it open.
+    """Return the default of each option by name. For an option whose value a strategy can choose
+    itself, the default is the value that leaves this choice to the strategy.
     """
     return {field.name: field.default for field in dataclasses.fields(cast(Any, strategy))}

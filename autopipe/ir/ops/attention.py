@@ -53,8 +53,8 @@ def softmax_type(node: Node, dtype: DType) -> DType | None:
 
 def needs_stepwise_softmax(node: Node, dtype: DType) -> bool:
     """Return True if no fused attention kernel of torch computes the node: the node has a soft cap,
-    a sink, the attention scores as a result, or a softmax in a type other than `dtype`, the type of
-    the operands.
+    a sink (an additional score per head), the attention scores as a result, or a softmax in a type
+    other than `dtype`, the type of the operands.
     """
     special = any(node.inputs[7:]) or any(node.outputs[3:]) or softmax_type(node, dtype) is not None
     return special or bool(node.number("softcap"))

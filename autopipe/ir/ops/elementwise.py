@@ -117,8 +117,8 @@ def prelu_space(signature: Signature) -> Space:
 def _move_through_where(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the elements of operand 1 or 2 of a Where at their positions in the result, or None
-    for the condition (see `Move`).
+    """Return `array`, one entry per element of operand 1 or 2 of a Where, broadcast to the shape of
+    the result, or None for the condition (see `Move`).
     """
     return move_by_broadcast(signature, slot, result, array) if slot else None
 
@@ -295,8 +295,8 @@ def linear_quantization_space(signature: Signature) -> Space:
         return space_from_words(signature, [blocks, *others], [blocks], j=blocked)
 
     def scales(scale: tuple[int, ...]) -> list[str]:
-        """Return the words of a scale or zero point of shape `scale`, if scales do not have blocks
-        that divide the axis.
+        """Return the notation of a scale or zero point of shape `scale`. It is not used for scales
+        of blocks that divide the quantized axis evenly.
         """
         if blocked:
             return replace_words(words, [axis])

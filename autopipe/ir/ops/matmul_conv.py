@@ -266,9 +266,10 @@ def spatial_window_words(
     """Return (operand, result): the notation of the spatial dimensions of a convolution or pooling
     with window size `kernel`.
 
-    The axes cannot be split if `indexed`, because the result then contains indices into the full
-    tensor. If `averages` is set, an axis cannot be split if the number of averaged elements differs
-    between windows.
+    indexed: True if the result contains indices into the full tensor. The axes then cannot be
+    split.
+    averages: True for an average pooling. An axis then cannot be split if its windows average
+    different numbers of elements.
     """
     extents = signature.operand(0).shape[2:], signature.result().shape[2:]
     window = window_of(signature.node, kernel, *extents)
@@ -345,8 +346,11 @@ def conv_quantized_space(signature: Signature) -> Space:
 
 def deform_conv_space(signature: Signature) -> Space:
     """Return the iteration space `n c! *i!, m c! *k!, n q! *o!, m, n r! *o! -> n m *o!` of a
-    DeformConv: data, weights, offsets, bias and mask. The output channels m can be split if there
-    is one group.
+    DeformConv: data, weights, offsets, bias and mask.
+
+    n: batch, c: input channels, i and o: positions of the operand and of the result, k: positions
+    of the kernel, q and r: channels of the offsets and of the mask. The output channels m can be
+    split if there is one group.
     """
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
     return space_from_words(
@@ -492,9 +496,10 @@ def recurrent_space(signature: Signature) -> Space:
     k!, e! gates!, b, e! b k!, e! b h&, e! peepholes! -> s! e! b h&, e! b h&, e! b h&`. With layout
     1, b is the first dimension of the data and states.
 
-    s: steps, b: batch, i: input features, e: directions, h: hidden units, k: hidden units that a
-    step reads. If h is split, each device still has the full weights, because they are stacked by
-    gate, so that the rows of some hidden units are not contiguous.
+    s: steps, b: batch, i: input features, e: directions, gh: rows of the weights (gates × hidden
+    units), gates: elements of the bias, h: hidden units, k: hidden units that a step reads. If h is
+    split, each device still has the full weights, because they are stacked by gate, so that the
+    rows of some hidden units are not contiguous.
     """
     node = signature.node
     if (direction := node.text("direction", "forward")) not in (

@@ -161,7 +161,9 @@ def _compress_space(signature: Signature) -> Space:
 def _move_through_concat(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return `array` at its position in the result of a Concat, with -1 elsewhere (see `Move`)."""
+    """Return `array`, one entry per element of operand `slot`, at its position in the result of a
+    Concat, with -1 elsewhere (see `Move`).
+    """
     axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
     start = sum(signature.operand(before).shape[axis] for before in range(slot))
     joined = np.full(signature.result(result).shape, -1)
@@ -172,7 +174,9 @@ def _move_through_concat(
 def _move_through_split(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the part of `array` that one result of a Split contains (see `Move`)."""
+    """Return the part of `array`, one entry per element of the operand, that one result of a Split
+    contains (see `Move`).
+    """
     if slot:
         return None
     axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
@@ -185,7 +189,9 @@ def _move_through_split(
 def _move_through_slice(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the part of `array` that a Slice takes (see `Move`)."""
+    """Return the part of `array`, one entry per element of the operand, that a Slice takes (see
+    `Move`).
+    """
     if slot:
         return None
     for axis, (first, count, step) in enumerate(slice_ranges(signature)):
@@ -196,8 +202,8 @@ def _move_through_slice(
 def _move_through_pad(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return `array` with -1 at the positions that a Pad adds, or None if the pads are not known or
-    copy elements (see `Move`).
+    """Return `array`, one entry per element of the operand, with -1 at the positions that a Pad
+    adds, or None if the pads are not known or copy elements (see `Move`).
     """
     pads = signature.constant(1)
     if (
@@ -218,7 +224,9 @@ def _move_through_pad(
 def _move_through_tile(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return `array` repeated as a Tile repeats its operand (see `Move`)."""
+    """Return `array`, one entry per element of the operand, repeated as a Tile repeats its operand
+    (see `Move`).
+    """
     if slot:
         return None
     shapes = zip(signature.result(result).shape, array.shape, strict=True)
@@ -228,7 +236,9 @@ def _move_through_tile(
 def _move_through_transpose(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return `array` with the dimensions in the order of a Transpose's result (see `Move`)."""
+    """Return `array`, one entry per element of the operand, with the dimensions in the order of a
+    Transpose's result (see `Move`).
+    """
     return None if slot else array.transpose(transpose_permutation(signature))
 
 
@@ -367,8 +377,8 @@ def _scatter_elements_space(signature: Signature) -> Space:
 
 def _gather_nd_space(signature: Signature) -> Space:
     """Return the iteration space `b 1 t, b i 1 -> b i t` of a GatherND: batch b, positions i of the
-    indices, and remaining dimensions t. The last dimension of the indices has one index for each
-    dimension of the data that is not indexed.
+    indices, and remaining dimensions t. The last dimension of the indices contains one index for
+    each dimension of the data that is neither in b nor in t.
     """
     batch = signature.node.integer("batch_dims")
     data = signature.operand(0).shape
@@ -474,8 +484,9 @@ def _one_hot_class_range(signature: Signature, slot: int) -> Range | None:
 def _move_through_gather(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the elements of `array` that a Gather with constant indices takes, or None if its
-    indices are not constant (see `Move`). Exporters write `x[:, 3]` as such a Gather.
+    """Return the entries of `array`, one per element of the table, that a Gather with constant
+    indices takes, or None if its indices are not constant (see `Move`). Exporters write `x[:, 3]`
+    as such a Gather.
     """
     indices = signature.constant(1)
     if slot or indices is None:

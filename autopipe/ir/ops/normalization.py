@@ -409,8 +409,9 @@ def label_axes(signature: Signature) -> tuple[str, ...]:
 def _label_weight_collectives(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[OperatorCollective, ...]:
-    """Return the all-reduce that adds up the weights of the labels; () if the axes of the labels
-    are not split or not joint.
+    """Return the all-reduce that adds up the weights of the labels over devices; () if the axes of
+    the labels are not split or not joint. They are joint for a mean loss that may weight or ignore
+    labels.
     """
     axes = split_joint_axes(space, degrees, label_axes(signature))
     return all_reduces_of_statistics(
@@ -423,8 +424,8 @@ def class_loss_collectives(
 ) -> tuple[OperatorCollective, ...]:
     """Return the collectives of a loss over classes. If the classes are split, forward reduces the
     maximum score and the sum for each label, and backward one sum. If the axes of the labels are
-    joint and split, a further all-reduce adds up the weights of the labels. `through` is a field of
-    `OperatorCollective`.
+    split, and the loss is a mean that may weight or ignore labels, a further all-reduce adds up the
+    weights of the labels. `through` is a field of `OperatorCollective`.
     """
     width = bytes_per_statistic(signature.operand(0).dtype)
     labels = local_point_count(space, degrees, label_axes(signature))

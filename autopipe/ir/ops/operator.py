@@ -266,8 +266,8 @@ def no_index_range(signature: Signature, slot: int) -> Range | None:
 def move_through_reshape(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the array of the first operand in the shape of the result; None for other operands
-    (see `Move`).
+    """Return `array`, one entry per element of the first operand, in the shape of the result; None
+    for other operands (see `Move`).
     """
     return None if slot else array.reshape(signature.result(result).shape)
 
@@ -275,15 +275,17 @@ def move_through_reshape(
 def move_by_broadcast(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the array of an operand, broadcast to the shape of the result (see `Move`)."""
+    """Return `array`, one entry per element of an operand, broadcast to the shape of the result
+    (see `Move`).
+    """
     return np.broadcast_to(array, signature.result(result).shape)
 
 
 def move_first_by_broadcast(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the array of the first operand, broadcast to the shape of the result; None for other
-    operands (see `Move`).
+    """Return `array`, one entry per element of the first operand, broadcast to the shape of the
+    result; None for other operands (see `Move`).
     """
     return None if slot else move_by_broadcast(signature, slot, result, array)
 
@@ -308,7 +310,7 @@ def collectives_per_row(
     through: tuple[int, ...] = (0,),
 ) -> Statistics:
     """Return the `Statistics` function of an operator that reduces the rows of its first operand
-    along joint axes.
+    along joint axes, i.e. axes along which devices exchange statistics if they are split.
 
     Each entry n of `forward` is an all-reduce in forward of n statistics per row; each entry n of
     `fixed` is one of n bytes per row. Each entry n of `backward` is an all-reduce in backward of n

@@ -38,7 +38,7 @@ from autopipe.ir.layout import (
 from autopipe.ir.measured_costs import AffineTime
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
-"""A quantity of one stage, or an array with the quantities of several stages."""
+"""A number of messages, bytes or seconds: of one stage, or an array with one entry per stage."""
 
 
 def message_seconds(link: Link, messages: Amount, size_bytes: Amount) -> Amount:
@@ -168,8 +168,9 @@ def _links_by_level(
 
     slowest: the slowest link that connects members.
     levels: pairs (number, link) of the levels of the cluster at which members are connected,
-    innermost first. `number` is how many members, or units of the next inner level with members,
-    one unit of the level connects. Empty if this number differs between the units of a level.
+    innermost first. A level divides the devices into sets, for example into nodes. `number` is the
+    number of parts of each set that contain members. The parts are the sets of the next inner level
+    or, at the innermost level, devices. Empty if this number differs between the sets of a level.
 
     The bandwidth of a link is divided among the groups of the devices `concurrent` that share it.
     """
@@ -201,11 +202,11 @@ def _links_by_level(
 def _links_among_groups(
     cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """Return the result of `_links_by_level` for members in several groups of the cluster, i.e. in
-    several parts that have nodes and links of their own.
+    """Return the result of `_links_by_level` for members in several pools of a mixed cluster. Each
+    pool has nodes and links of its own.
 
-    There are two levels: one inside the groups, with the slowest link between members of one group,
-    and one between the groups.
+    There are two levels: one inside the pools, with the slowest link between members of one pool,
+    and one between the pools.
     """
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for member in members:
@@ -287,9 +288,10 @@ def transfer_times_by_level(
     time: seconds of the link, as a function of the bytes that these neighbours need and do not
     hold.
 
-    There is one pair with 1 neighbour in three cases: a measured all-to-all of the devices gives
-    the time; neighbours would be in different units of a level; or the devices belong to several
-    groups of the cluster. In the last two cases, the slowest link between any two devices counts.
+    There is only one pair, with 1 neighbour, in three cases: a measured all-to-all of the devices
+    gives the time; neighbours would be in different sets of a level, for example in two nodes; or
+    the devices belong to several pools of a mixed cluster. In the last two cases, the slowest link
+    between any two devices counts.
     """
     measured = _measured_collective(cluster, "all_to_all", devices)
     if measured is not None:

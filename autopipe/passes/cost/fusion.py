@@ -85,8 +85,8 @@ def _depends_on_kernel(
     kernels: Sequence[Sequence[int]],
     of: Mapping[int, int],
 ) -> bool:
-    """True if a kernel of `sources` other than `kernel` depends on `kernel`, directly or through
-    other kernels.
+    """True if one of the kernels `sources`, other than `kernel` itself, depends on `kernel`,
+    directly or through other kernels.
 
     `kernels` contains the nodes of each kernel in ascending order, and `of` maps each node to its
     kernel.

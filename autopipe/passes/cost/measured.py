@@ -369,8 +369,9 @@ class _MeasuredTimes:
         computes.
 
         `shares` are pairs (fraction of the node, operation of this fraction); the first pair is the
-        full node. If the full node was not measured, the result has a factor on the time of the
-        roofline model instead of times; a view gets the mean time of measured views.
+        full node. If the full node was not measured, the result contains a factor for the time of
+        the roofline model instead of times. An unmeasured view gets the mean time of the measured
+        views.
         """
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:

@@ -423,7 +423,8 @@ def fitting_micro_batches(
 
 
 def graphpipe_table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
-    """Return the samples in flight at a stage by Table 2 of GraphPipe, for one successor.
+    """Return the samples in flight at a stage by Table 2 of GraphPipe, for one successor. A sample
+    is in flight if its forward has run at the stage and its backward has not.
 
     In its steady state, the stage runs `k` forwards, then `k` backwards, of micro-batches of `size`
     samples. Its successor does so with `next_k` micro-batches of `next_size` samples, and has
@@ -449,7 +450,8 @@ def graphpipe_table_2(k: int, size: int, next_k: int, next_size: int, next_in_fl
 
 
 def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
-    """Return the samples in flight at a stage of a kFkB schedule, in whole micro-batches:
+    """Return the samples in flight at a stage of a kFkB schedule, in whole micro-batches. The
+    forward of these samples has run at the stage, and their backward has not. The number is
 
         max(table_2, next_in_flight + k * size - gcd(k * size, next_k * next_size))
 
@@ -468,11 +470,13 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
 def in_flight_samples_by_stage(
     ks: Sequence[int], sizes: Sequence[int], edges: Iterable[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Return the samples in flight at each stage of a kFkB schedule: the maximum of
-    `in_flight_samples` over its successors, but at least k * size.
+    """Return the samples in flight at each stage of a kFkB schedule, whose forward has run and
+    whose backward has not. The number is the maximum of `in_flight_samples` over the stage's
+    successors, but at least k * size.
 
-    `ks` and `sizes` contain each stage's k and micro-batch size in samples. `edges` are pairs
-    (stage, successor) with stage < successor.
+    `ks` contains each stage's k: it runs k forwards, then k backwards. `sizes` contains the
+    micro-batch size of each stage, in samples. `edges` are pairs (stage, successor) with stage <
+    successor.
     """
     found = [k * size for k, size in zip(ks, sizes, strict=True)]
     for stage, following in sorted(edges, reverse=True):

@@ -63,8 +63,8 @@ class RangeBytes:
         """Return the bytes of the ranges, summed by `sums` from `items`.
 
         `sums` is a function of `analysis/chain` from (number of blocks, items) to a matrix, for
-        example `item_sums`. `items` are pairs (True if the tensor is sharded, its item for
-        `sums`).
+        example `item_sums`. An item describes one tensor by its blocks and its bytes, in the form
+        that `sums` reads. `items` are pairs (True if the tensor is sharded, its item).
         """
         parts: dict[bool, list[_Item]] = {True: [], False: []}
         for is_sharded, item in items:

@@ -443,9 +443,9 @@ def _is_unaligned(graph: Graph, node: Node, use: OpInstance, widths: Mapping[str
     """True if `node` is a matmul that reads or writes a 16-bit matrix whose row length is not a
     multiple of `_ALIGNMENT`.
 
-    The left operand and the result are checked. The rows of the right operand have one of their two
-    lengths. A cross-entropy that computes its logits itself is not checked. `widths` contains the
-    bytes per element of each value.
+    The left operand and the result are checked. The right operand needs no check, because its rows
+    are as long as the rows of one of these two. A cross-entropy that computes its logits itself is
+    not checked. `widths` contains the bytes per element of each value.
     """
     if use.row.kind != "matmul" or use.row.name == LINEAR_CROSS_ENTROPY:
         return False

@@ -316,7 +316,7 @@ def updated_fraction(problem: Problem, copies: float) -> float:
 @memoize(2)
 def first_shard_holders(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
     """Return, for each parameter by name, the devices of all stages that hold its first shard, in
-    ascending order.
+    ascending order. The first shard is that of a stage's first device.
     """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for work in works:

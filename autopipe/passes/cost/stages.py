@@ -68,11 +68,11 @@ from autopipe.passes.cost.stage_work import (
 def cost_signatures(
     graph: Graph, work: tuple[NodeCost, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
-    """Return (node numbers, node names, values). They identify nodes, and values, that affect the
-    cost of a stage equally.
+    """Return (node numbers, node names, values). Nodes with equal numbers, and values with equal
+    numbers, affect the cost of a stage equally.
 
-    node numbers: a number per node. Nodes with equal numbers have equal work, equal saved tensors
-    except for their names, and equal numbers of operands and results.
+    node numbers: one number per node. Nodes with equal numbers have equal work, as many operands
+    and as many results. Their saved tensors differ only in names.
     node names: per node, the names of the values that the node reads ("" for an absent operand),
     writes and saves.
     values: for each value, (number, name of the value of which it is a view, or its own name).
@@ -317,8 +317,9 @@ def _stage_cost(
 
     state: parameters, gradients and optimizer state that count for this stage.
     crossing: the result of `message_slice_counts`.
-    held: number of micro-batches in flight for which the segments are chosen if the stage
-    recomputes.
+    held: number of micro-batches whose forward has run and whose backward has not. If the stage
+    recomputes, its segments (consecutive nodes that are recomputed together) are chosen for this
+    number.
     """
     problem = work.problem
     graph = work.problem.graph

@@ -142,8 +142,8 @@ class Region:
     sharded.
 
     axes: the split axis of each node, by node index.
-    ends: kinds of the axes along which nodes are split at the end of the region; results there do
-    not have the axis, for example partial sums.
+    ends: kinds of the split axes of nodes with a result that the split axis does not index. The
+    region ends at such a result, for example at the partial sums of a matmul (kind SUM).
     open: True if a node that reads a sharded value of the region cannot be split accordingly, so
     that the value must be gathered.
     leaves: sharded values that the model outputs or that nodes outside of the considered nodes
@@ -412,8 +412,8 @@ def _gathers_at_inputs(network: ReplicatedGraph, node: int) -> bool:
     """True if `node` copies elements of its first operand and another operand, the indices, depends
     on the inputs of the model.
 
-    A gather at constant indices does not count. Whether the node has a sample axis does not tell
-    the difference, because no node has one in a micro-batch of one sample.
+    A gather at constant indices does not count. The sample axis of the node cannot serve as this
+    test, because in a micro-batch of one sample no node has a sample axis.
     """
     indices = network.graph.nodes[node].inputs[1:]
     return network.uses[node].row.kind == "memory" and any(
@@ -446,8 +446,9 @@ release. With it, the former key is still accepted.
 def stage_groups(
     groups: Sequence[Group], stages_per_rank: int, style: StageStyle
 ) -> tuple[Group, ...]:
-    """Return the group of each stage, in the order of the stages, if each of `groups` has
-    `stages_per_rank` stages.
+    """Return the group of devices of each stage, in the order of the stages, if each of `groups`
+    has `stages_per_rank` stages. With style `v`, every second pass through the groups is in reverse
+    order; with `loop`, all passes are in the order of `groups`.
     """
     order: list[Group] = []
     for visit in range(stages_per_rank):

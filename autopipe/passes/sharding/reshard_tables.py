@@ -130,18 +130,20 @@ class _Overlap:
 
     extent: int
     need: Floats
-    """Number of cells that each position needs, of shape [wanted shardings, positions]."""
+    """Number of cells (equal parts of the dimension) that the device at each position needs, of
+    shape [wanted shardings, positions].
+    """
     common: Floats
-    """Number of cells that each position needs and has, of shape [held shardings, wanted shardings,
-    positions].
+    """Number of cells (equal parts of the dimension) that the device at each position both needs
+    and has, of shape [held shardings, wanted shardings, positions].
     """
     minimum: Floats
     """Minimum of `common` over the positions."""
     lacks: _Truths
-    """True if some position lacks a cell that it needs."""
+    """True if some device lacks a part of the dimension that it needs."""
     regular: _Truths
-    """True if all positions need equally many cells, and all positions that have at least one of
-    their cells have equally many of them.
+    """True if two conditions hold. All devices need parts of equal size. All devices that have
+    something of the part that they need have equally much of it.
     """
 
 
@@ -163,8 +165,9 @@ def _overlap_between(
     positions = np.arange(group)
 
     def ranges(shardings: tuple[DimensionSharding, ...]) -> tuple[Floats, Floats]:
-        """Return (starts, ends): the first cell of each position's shard and the cell after its
-        last, clipped to the dimension; both of shape [shardings, positions].
+        """Return (starts, ends), both of shape [shardings, positions]: the first cell of the shard
+        at each position, and the cell after its last cell. Both are clipped to the dimension, which
+        is divided into equal cells.
         """
         starts = np.zeros((len(shardings), group))
         stops = np.zeros((len(shardings), group))
@@ -249,8 +252,9 @@ def _is_slice_then_gather(
     then all-gathers of single dimensions.
 
     These are the changes of rule 4 of `redistribution_steps`: each dimension is sharded further or
-    gathered, all strides nest, and no gathered mesh axis shards another dimension of the target.
-    `pairs` are the sharded dimensions, and `group` is the number of devices.
+    gathered; of any two bounds (stride, or stride · degree) of mesh axes, the smaller one divides
+    the larger one; and no gathered mesh axis shards another dimension of the target. `pairs` are
+    the sharded dimensions, and `group` is the number of devices.
     """
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
     is_separable = np.ones(shape, dtype=bool)
@@ -293,8 +297,10 @@ def _sharded_further(
     """Return (sharded, gathered), tables of shape [held, wanted] for the mesh axes of one
     dimension.
 
-    sharded: True if the entry of `wanted` shards that of `held` further.
-    gathered: True if the entry of `held` shards that of `wanted` further.
+    sharded: True if `wanted` shards the dimension as `held` does and divides the shards further, or
+    if both are equal.
+    gathered: True if `held` shards the dimension as `wanted` does and divides the shards further,
+    or if both are equal.
 
     Callers must not change the arrays, because the result is cached.
     """
@@ -312,8 +318,9 @@ def _axis_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     """Return an integer as a set of bits, one per entry of `divisors`. A bit is set if for one of
     `axes` stride <= divisor < stride · degree.
 
-    `divisors` are the divisors of the number of devices. If the strides of two axes nest, the axes
-    overlap if and only if they have a common bit.
+    `divisors` are the divisors of the number of devices. Let one of any two bounds (stride, or
+    stride · degree) of two axes divide the other bound. Then the axes overlap if and only if they
+    have a common bit.
     """
     return sum(
         1 << bit

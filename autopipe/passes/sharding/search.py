@@ -89,8 +89,9 @@ class SplitTables:
         """Return the tables for a search with limited memory. Configurations that need more than
         `most` bytes of temporary memory are forbidden: their cost is infinite.
 
-        The edges of `kept_again` become part of the model. They are not part of it before, because
-        they would slow down a search without a memory limit and not change its result.
+        The edges of `kept_again`, with bytes of tensors that two nodes save, become part of the
+        model. They are not part of it before, because they would slow down a search without a
+        memory limit and not change its result.
         """
         once = ResultCache()
 
@@ -467,12 +468,13 @@ class SplitProblem:
 
 
 def _temporary_memory_bounds(tables: SplitTables, assignment: Assignment, limit: int) -> list[int]:
-    """Return at most `_BOUNDS` bounds on temporary memory, in descending order of bytes: from the
-    temporary memory of `assignment` to the minimum that each choice needs.
+    """Return at most `_BOUNDS` bounds on temporary memory, in descending order of bytes. The first
+    bound is the temporary memory of `assignment`, and the last one the minimum over all choices.
 
-    The bounds are evenly spaced entries of the sorted values that occur in `tables.passing`. Fewer
-    bounds are returned if they would differ by less than `_MINIMUM_STEP` of the memory limit
-    `limit`, in bytes, on average.
+    The temporary memory of a choice is the maximum over its nodes (`tables.passing`). The bounds
+    are evenly spaced entries of the sorted values in `tables.passing`. If their mean difference
+    would be less than `_MINIMUM_STEP` of the memory limit `limit`, in bytes, fewer bounds are
+    returned.
     """
     lowest = max(int(each.min()) for each in tables.passing)
     highest = max(

@@ -87,7 +87,9 @@ class Dual:
     """Upper bound of the rounding error of `bound` and `configuration_bounds`."""
 
     def __init__(self, model: MinSum) -> None:
-        """Make the dual of `model`, which must be merged (`merge_edges`)."""
+        """Make the dual of `model`, which must have at most one edge between two nodes
+        (`merge_edges`).
+        """
         floats: dict[int, Array] = {}
         self._costs = [costs.astype(np.float64) for costs in model.costs]
         self._matrices = [
@@ -255,16 +257,17 @@ def minimum_difference(matrix: Array, vector: Array, axis: int) -> Array:
 
 
 class Subproblem:
-    """A part of the search: a merged model with only some configurations of each node, and the dual
-    of this restricted model.
+    """A part of the search: a model with only some configurations of each node, and the dual (lower
+    bounds) of this restricted model. The model has at most one edge between two nodes.
     """
 
     kept: KeptConfigurations
     """The configurations of each node that are in the part."""
 
     def __init__(self, model: MinSum, kept: KeptConfigurations) -> None:
-        """Make a part of `model` with the configurations `kept`, without those that no allowed
-        choice of neighbours permits. Raise InfeasibleError if a node has none left.
+        """Make a part of `model` with the configurations `kept`. Of these, configurations are
+        omitted that have no allowed pair with a configuration of some neighbour. Raise
+        InfeasibleError if a node has none left.
         """
         self._support = AllowedConfigurations(model)
         self.kept = self._support.allowed_in(kept)
@@ -286,8 +289,8 @@ class Subproblem:
         )
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
-        """Sweep the dual once, in ascending order of the nodes if `forward`, and return the choice
-        that the sweep found.
+        """Improve the lower bounds of the part by one sweep over its nodes, in ascending order if
+        `forward`, otherwise in descending order. Return the choice that the sweep found.
         """
         return configurations_at(self.kept, self.dual.sweep(forward))
 
@@ -369,7 +372,7 @@ order in which they are tried. The first threshold whose work is allowed is used
 
 
 class Incumbent:
-    """The best known choice of a merged model whose memory is at most `limit` bytes."""
+    """The best known choice of a model, among the choices whose memory is at most `limit` bytes."""
 
     def __init__(self, model: MinSum, limit: Number = math.inf, bound: float = -math.inf) -> None:
         self.model = model
@@ -394,9 +397,9 @@ class Incumbent:
 
 
 class Objective(Incumbent):
-    """Goal of a search without a memory limit: the choice with the minimum cost in a merged model,
-    and the best choice known so far. `bound` is a lower bound of all choices in the model that is
-    searched.
+    """Goal of a search without a memory limit: the choice with the minimum cost in a model with at
+    most one edge between two nodes, and the best choice known so far. `bound` is a lower bound of
+    all choices in the model that is searched.
     """
 
     @property
@@ -458,8 +461,8 @@ ALWAYS_ALLOWED_WORK = 1e5
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
     """Search for the goal's best choice in the part `root`, and store it in `goal`. Return a lower
     bound, in the model that is searched, of all choices that are better than the stored choice. If
-    the bound reaches the goal's cutoff, the stored choice is optimal. It does not if the budget
-    ends first.
+    the bound reaches the goal's cutoff, the best known cost, the stored choice is optimal. If the
+    budget ends first, the bound can be lower than the cutoff.
     """
     parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
@@ -478,9 +481,10 @@ def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
 
 
 def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> float:
-    """Improve the goal's choice and the lower bound `bound` of a part by sweeps and eliminations,
-    until the sweeps make too little progress. Return the improved bound; it is the goal's cutoff if
-    the part contains no better choice.
+    """Improve the goal's choice and the lower bound `bound` of a part by sweeps and eliminations.
+    Stop if the sweeps make too little progress, if no better choice remains, or if the budget ends.
+    Return the improved bound. It is the goal's cutoff, the best known cost, if the part contains no
+    better choice.
     """
     work = 0.0
     before = -math.inf
@@ -508,7 +512,7 @@ def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> 
 
 
 class ReducedStart:
-    """The first part of a search: a merged model from which nodes with at most two neighbours were
+    """The first part of a search: a model from which nodes with at most two neighbours were
     eliminated (`reduce_model`).
     """
 

@@ -204,8 +204,8 @@ def elimination_size(
 
 
 class Factor(NamedTuple):
-    """A table with one axis per node of `scope`, in the order in which these nodes are
-    eliminated.
+    """A table of costs with one axis per node of `scope`, in the order in which these nodes are
+    eliminated. Its indices are configurations of the nodes.
     """
 
     scope: tuple[int, ...]
@@ -236,7 +236,8 @@ def eliminate(
 def eliminate_in_order(
     model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES
 ) -> Assignment:
-    """Return the cheapest choice of a merged model, by eliminating its nodes in the order `order`.
+    """Return the cheapest choice of a model with at most one edge between two nodes, by eliminating
+    its nodes in the order `order`.
 
     Each node has a bucket, a list of factors. A factor is stored in the bucket of the first of its
     nodes in `order`. When a node is eliminated, its bucket therefore contains all remaining factors
@@ -344,8 +345,8 @@ Table = TypeVar("Table")
 
 
 class Contraction(Generic[Table]):
-    """The state of an elimination of nodes with one or two neighbours from a merged model: the
-    remaining nodes and edges, with their tables.
+    """The state of an elimination of nodes with one or two neighbours from a model: the remaining
+    nodes and edges, with their tables of costs. There is at most one edge between two nodes.
 
     Tables may be of any type; the function `transpose` exchanges the two nodes of an edge's table,
     and the function `add` adds two tables.
@@ -451,8 +452,9 @@ class Reduction:
 
 
 def reduce_model(model: MinSum, work: float) -> Reduction:
-    """Return the reduction of a merged model from which nodes with one or two neighbours are
-    eliminated. The smaller model has no memory.
+    """Return a smaller model with an equal minimum cost: nodes with one or two neighbours are
+    eliminated from `model`, which has at most one edge between two nodes. The smaller model has no
+    memory.
 
     The next node is one whose tables result from the fewest successive eliminations, and among
     these the one with the least work. So equal layers stay equal as long as possible, and their

@@ -51,8 +51,9 @@ below it.
 
 @dataclass(slots=True)
 class HullEdge:
-    """Two choices, one above the memory limit and one within it, as points (memory, cost) in a
-    plane. The negative slope of the line through both points is the next Lagrange multiplier.
+    """Two choices of one configuration per node, one above the memory limit and one within it, as
+    points (memory, cost) in a plane. The negative slope of the line through both points is the next
+    Lagrange multiplier.
 
     The best choice for a multiplier is a point where a line with this slope touches the lower
     convex hull of all points. If this point is below the line through the two choices, it replaces
@@ -114,8 +115,9 @@ class ParetoFront:
     bounds: Array
     """For each label, a lower bound on the relaxed cost of all choices that contain it."""
     rows: dict[int, Array]
-    """For some eliminated nodes: for each label, the position in the node's own list of the label
-    from which it was made.
+    """By index of an eliminated node: for each label of this list, the position of the label from
+    which it was made. That position is in the list of the eliminated node. Other eliminated nodes
+    follow from the labels in that list.
     """
     minimum_bytes: Number
     """Sum of the minimum bytes of all nodes whose memory is part of `memory`."""
@@ -259,9 +261,9 @@ def eliminate_with_labels(
     """Return the cheapest choice within the memory limit whose relaxed cost is below the final
     threshold of `pruning`, or None if there is none.
 
-    The model must be merged. `order` is the elimination order. `pair_bounds` contains one matrix
-    per edge, with a lower bound for each pair of configurations: on the relaxed cost of all choices
-    that contain both.
+    The model must have at most one edge between two nodes. `order` is the elimination order.
+    `pair_bounds` contains one matrix per edge, with a lower bound for each pair of configurations:
+    on the relaxed cost of all choices that contain both.
 
     As in `eliminate_in_order`, each node has a bucket, and a list of labels is stored in the bucket
     of the first of its nodes in `order`. When a node is eliminated, the lists in its bucket are
@@ -427,8 +429,8 @@ SWEEP_ROUNDS = 3
 def solve_within_limit(
     model: MinSum, limit: Number, free: Assignment, budget: Budget
 ) -> Assignment:
-    """Return the cheapest choice of a merged model that needs at most `limit` bytes, or the choice
-    with the smallest memory found if none fits.
+    """Return the cheapest choice that needs at most `limit` bytes, or the choice with the smallest
+    memory found if none fits. The model has at most one edge between two nodes.
 
     If the budget ends first, the result is the best choice found, with a lower bound. `free` is the
     cheapest choice without a memory limit. Raise InfeasibleError if every choice is forbidden.
