@@ -154,13 +154,14 @@ published schedule supports these shapes.
 
 
 def may_support_schedule(request: Request, name: str, options: Mapping[str, Any]) -> bool:
-    """Return False if the request names a schedule that does not support the placements of strategy
-    `name` with `options`, and otherwise True.
+    """Return False if a candidate of strategy `name` with `options` is of no use for the schedule
+    of the request, and otherwise True.
 
-    Option `opposite` of grid is for published schedules in training only, so the result is False
-    for it if the request names no such schedule. The placements of strategy manual and of
-    strategies of other packages are not known in advance, so the result for these strategies is
-    True.
+    If the request names a published schedule for training, the strategy and its options must give
+    placements of the shape that the schedule requires. Option `opposite` of grid is for these
+    schedules only, so the result is False for it in all other requests. The placements of strategy
+    manual and of strategies of other packages are not known in advance, so the result for these
+    strategies is True.
     """
     scheduler = request.scheduler
     if options.get("opposite") and (

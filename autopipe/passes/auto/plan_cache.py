@@ -61,8 +61,8 @@ _REFUSALS = {each.__name__: each for each in (*CANDIDATE_ERRORS, OutOfMemoryErro
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """A placement, its division of the batch into micro-batches, and the proof of its splits, which
-    the encoding of a placement does not contain.
+    """A placement, its division of the batch into micro-batches, and the proof of its splits (their
+    cost and a lower bound on it). The encoding of a placement does not contain the proof.
     """
 
     placement: Placement

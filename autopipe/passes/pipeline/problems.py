@@ -175,7 +175,8 @@ def _loss_division(
     """Return (division, batching).
 
     division: how the losses of micro-batches are combined into the loss of the step.
-    batching: the given batching, without further micro-batch sizes if they would change the loss.
+    batching: the given batching. Its list of other micro-batch sizes that stages may use is empty
+    if these sizes would change the loss.
 
     Raise InfeasibleError if the losses of micro-batches do not determine the loss of the step.
     """

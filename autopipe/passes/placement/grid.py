@@ -563,8 +563,8 @@ class Grid:
         return best_group_order(problem, self._place)
 
     def _place(self, problem: Problem) -> Placement:
-        """Return the best placement if the devices are used in the order of the problem's cluster.
-        Raise as `run` does.
+        """Return the best placement for one order of the cluster's device groups: the order in
+        `problem`. Raise as `run` does.
         """
         resolved = resolve_constraints(problem)
         degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))

@@ -678,8 +678,8 @@ class TesselShapes:
         return best_group_order(problem, self._place)
 
     def _place(self, problem: Problem) -> Placement:
-        """Return the placement if the devices are used in the order of the problem's cluster. Raise
-        as `run` does.
+        """Return the placement for one order of the cluster's device groups: the order in
+        `problem`. Raise as `run` does.
         """
         model = costed_model(problem)
         shape = self.shape.lower()

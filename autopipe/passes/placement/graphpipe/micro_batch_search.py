@@ -165,8 +165,11 @@ differently.
 
 @dataclass(frozen=True, slots=True)
 class PartitionSolver:
-    """The search for partitions of the chain `line` on at most `devices` devices. `train` is False
-    for inference.
+    """The search for partitions of the chain `line` into stages, on at most `devices` devices.
+    `train` is False for inference.
+
+    The argument `table` of the methods contains the costs of all possible stages for one
+    micro-batch size.
     """
 
     line: BlockChain
@@ -402,8 +405,8 @@ _MAX_BLOCKS = 224
 """Maximum number of blocks into which a chain is divided."""
 
 _CLOSE = 1.005
-"""Ratio of a partition's estimated step to the shortest estimate up to which the partition is
-simulated, because estimates are not more accurate.
+"""Partitions whose estimated step is at most this factor times the shortest estimate are simulated,
+because the estimates are not accurate enough to choose among them.
 """
 
 _CLOSE_AMONG_NODES = 1.01

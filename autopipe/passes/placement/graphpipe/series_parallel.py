@@ -69,15 +69,17 @@ def make_units(graph: Graph) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A series-parallel tree that consists of one unit."""
+    """A series-parallel tree that consists of one unit, a group of nodes that stays in one
+    stage.
+    """
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Parts that run one after the other: each part depends on all units of the preceding parts. No
-    part is itself a Series.
+    """Parts that run one after the other: each part depends on all units (groups of nodes that stay
+    in one stage) of the preceding parts. No part is itself a Series.
     """
 
     parts: tuple[Tree, ...]
@@ -94,7 +96,9 @@ Tree = Leaf | Series | Parallel
 
 
 def units_in_order(tree: Tree) -> tuple[int, ...]:
-    """Return the units of a tree from its first to its last part, which is a topological order."""
+    """Return the units (groups of nodes that stay in one stage) of a tree from its first to its
+    last part, which is a topological order.
+    """
     if isinstance(tree, Leaf):
         return (tree.unit,)
     return tuple(itertools.chain.from_iterable(map(units_in_order, tree.parts)))
@@ -103,7 +107,8 @@ def units_in_order(tree: Tree) -> tuple[int, ...]:
 def decompose_series_parallel(
     needs: Sequence[int], weights: Sequence[float]
 ) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
-    """Return (tree, regions) for units that are numbered in topological order.
+    """Return (tree, regions) for units (groups of nodes that stay in one stage) that are numbered
+    in topological order.
 
     tree: the series-parallel tree of all units.
     regions: the units of each minimal region that is not series-parallel. Dependencies were added
@@ -153,9 +158,10 @@ def decompose_series_parallel(
 
 
 def _divide_in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
-    """Divide `units` into the maximum number of consecutive parts such that each unit depends on
-    all units of the preceding parts. `above` contains, for each unit, a bit set of all units that
-    it depends on.
+    """Divide `units` (groups of nodes that stay in one stage) into the maximum number of
+    consecutive parts such that each unit depends on all units of the preceding parts.
+
+    `above` contains, for each unit, a bit set of all units that it depends on.
     """
     before = list(itertools.accumulate((1 << unit for unit in units), initial=0))
     shared = before[-1]
@@ -176,15 +182,17 @@ only every k-th one is compared.
 def cut_with_least_loss(
     units: list[int], above: Sequence[int], weights: Sequence[float]
 ) -> list[int]:
-    """Divide `units`, which are in topological order, into two parts such that the least
-    parallelism is lost if the second part must wait for the first. Return the first part.
+    """Divide `units` (groups of nodes that stay in one stage), which are in topological order, into
+    two parts such that the least parallelism is lost if the second part must wait for the first.
+    Return the first part.
 
-    The candidates for the first part are, for each unit: its ancestors, and all units except its
-    descendants, each with or without the unit itself; and the prefixes of `units`. A pair consists
-    of one unit of the first part and one of the second part, and its weight is the product of the
-    units' weights. The loss of a candidate is the weight of the pairs of independent units, divided
-    by the weight of all pairs. `above` contains, for each unit, a bit set of all units that it
-    depends on.
+    `above` contains, for each unit, a bit set of all units that it depends on. The candidates for
+    the first part are the prefixes of `units`, and, for each unit, four sets: the ancestors of the
+    unit, and all units except its descendants, each with and without the unit itself.
+
+    The weight of a pair, which has one unit of each part, is the product of the units' weights. The
+    loss of a candidate is the weight of all pairs of independent units, divided by the weight of
+    all pairs.
     """
     count = len(units)
     own = np.eye(count, dtype=bool)
@@ -241,8 +249,8 @@ class BlockChain:
 
 
 _SMALL_GRAPH = 32
-"""Maximum number of units of a graph in which all forks are kept. In larger graphs, small forks
-become blocks in series.
+"""Maximum number of units (groups of nodes that stay in one stage) of a graph in which all forks
+are kept. In larger graphs, small forks (parallel branches) become blocks in series.
 """
 _MIN_FORK_FRACTION = 32
 """In a larger graph, parallel branches become blocks in series if their work is at most the
@@ -254,8 +262,8 @@ devices.
 def make_block_chain(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
 ) -> BlockChain:
-    """Return the chain of a series-parallel tree, with about `limit` blocks at most. `seconds`
-    contains the time of each node.
+    """Return the chain of a series-parallel tree of `units` (groups of nodes that stay in one
+    stage), with about `limit` blocks at most. `seconds` contains the time of each node.
 
     In a graph with more than `_SMALL_GRAPH` units, a fork (parallel branches) becomes blocks in
     series if its work is at most total / d. Here, total is the work of the graph, and d is the
@@ -317,15 +325,18 @@ def make_block_chain(
 
 
 FEW_UNITS = 8
-"""Maximum number of units of a graph for which many topological orders are searched."""
+"""Maximum number of units (groups of nodes that stay in one stage) of a graph for which many
+topological orders are searched.
+"""
 _MAX_ORDERS = 64
 """Maximum number of trees of each kind (permuted branches, topological orders) that are searched.
 """
 
 
 def alternative_trees(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
-    """Yield trees of the same units whose chains have other topological orders, the most promising
-    tree first.
+    """Yield trees of the same units (groups of nodes that stay in one stage) whose chains have
+    other topological orders, the most promising tree first. The chain of a tree lists its units in
+    order, and a stage is a range of the chain.
 
     The chain of `tree` keeps each branch contiguous. If branches are uneven, other orders can have
     better stages. In an order by earliest finish time, a range can contain the first halves of two
@@ -388,8 +399,11 @@ def _permute_branches(tree: Tree) -> Iterator[Tree]:
 
 
 def _order_by_finish_time(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Return the units in ascending order of their earliest finish time, which assumes that each
-    unit runs on a device of its own.
+    """Return the units (groups of nodes that stay in one stage) in ascending order of their
+    earliest finish time, which assumes that each unit runs on a device of its own.
+
+    `needs` contains, for each unit, a bit set of the units that it reads from, and `weights` the
+    time of each unit.
     """
     times: list[tuple[float, float, int]] = []
     """(finish, start, unit number) of each unit."""
@@ -404,8 +418,11 @@ def _order_by_finish_time(needs: Sequence[int], weights: Sequence[float]) -> lis
 def _topological_orders(
     needs: Sequence[int], done: int, order: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield each topological order of all units that starts with `order`. `done` is the bit set of
-    the units in `order`.
+    """Yield each topological order of all units (groups of nodes that stay in one stage) that
+    starts with `order`.
+
+    `needs` contains, for each unit, a bit set of the units that it reads from. `done` is the bit
+    set of the units in `order`.
     """
     if len(order) == len(needs):
         yield order

@@ -76,8 +76,8 @@ class GraphPipe:
         return best_group_order(problem, self._place, parts=False)
 
     def _place(self, problem: Problem) -> Placement:
-        """Return the placement if the devices are used in the order of the problem's cluster. Raise
-        as `run` does.
+        """Return the best placement for one order of the cluster's device groups: the order in
+        `problem`. Raise as `run` does.
         """
         placement = _search_placement(problem)
         if isinstance(placement, InfeasibleError):

@@ -221,8 +221,11 @@ class LayerGraphBuilder:
         indices: Indices,
         layer_axes: Sequence[Axis],
     ) -> Tensor:
-        """Return the operand of a layer that reads the value at `location`. It has the dimensions
-        of the result that contains the value.
+        """Return the operand of a layer that reads the value at `location`. The operand has the
+        dimensions of the result in which the value is located.
+
+        `axis_names` contains, for each dimension of the value, the names of the layer's axes that
+        index it. `indices` contains the positions of these axes in `layer_axes`.
         """
         source = self.tensor_at(location).extents
         axes: list[tuple[int, ...]] = [()] * len(source)

@@ -182,11 +182,11 @@ def solve_overlapped(tables: SplitTables, solve: Callable[[MinSum], Assignment])
 def solve_by_elimination(
     model: MinSum, ordering: str, hint: str, who: str = "", where: str = ""
 ) -> Assignment:
-    """Return the assignment that the paper's dynamic programming (variable elimination) finds in
-    the order `ordering`.
+    """Return the assignment that the paper's dynamic programming (variable elimination) finds. It
+    eliminates the variables in the order that `ordering` names.
 
-    If its tables become too large, raise InfeasibleError with their size. `who` begins its message;
-    `hint` and `where` are its other fields.
+    If its tables become too large, raise InfeasibleError with their size. `who` begins the message
+    of this error; `hint` and `where` are its other fields.
     """
     try:
         return eliminate(model, ordering)
@@ -286,8 +286,8 @@ class Pase:
             return self._solve(tables.model, limit, exact)
 
         def place(problem: Problem) -> Placement:
-            """Return the placement if the devices are used in the order of the problem's
-            cluster.
+            """Return the placement for one order of the cluster's device groups: the order in
+            `problem`.
             """
             return place_in_stages(problem, self.stages, solver, self.overlap)
 
@@ -425,14 +425,16 @@ class Mcmc(_OneStageBaseline):
 
 
 def _data_parallel_choice(problem: Problem, tables: SplitTables) -> list[int]:
-    """Return, for each node, the number of the permitted configuration that splits its samples the
-    most and no other axis. If all permitted configurations split another axis, the first of them is
-    returned, or 0 if none is permitted.
+    """Return, for each node, the index of the permitted configuration that splits its samples the
+    most and no other axis. If all permitted configurations split another axis, return the index of
+    the first of them; if none is permitted, return 0.
     """
     axes = sample_axes(problem.graph).axes
 
     def degree(node: int, splits: Splits) -> int:
-        """Return the number of parts of the node's samples; 0 if another axis is split."""
+        """Return the number of parts of the node's samples: 1 if nothing is split, and 0 if another
+        axis is split.
+        """
         if any(split.axis != axes[node] for split in splits):
             return 0
         return splits[0].degree if splits else 1

@@ -276,9 +276,10 @@ def fix_by_reduced_cost(
 def keep_promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> ReducedModel:
     """Return `found` with at most `maximum_pairs` pairs of configurations on edges.
 
-    Configurations whose lower bound is above a threshold are removed, except those of
-    `found.choice`. The threshold decreases as in `GAP_FRACTIONS`. If too many pairs remain even
-    with the lowest threshold, they are kept.
+    Each configuration has a lower bound on the cost of all choices that contain it. Configurations
+    whose bound is above a threshold are removed, except those of `found.choice`. The threshold
+    decreases as in `GAP_FRACTIONS`. If the lowest threshold leaves more pairs than `maximum_pairs`,
+    these pairs are kept.
     """
     top = max(float(reach.max()) for reach in found.reach)
     for fraction in GAP_FRACTIONS:

@@ -77,7 +77,9 @@ class IntraStageSearch:
         number_of_value = dict[str, int]()
 
         def describe_value(name: str, given: bool = False) -> Hashable:
-            """Number the value `name`, and return its description."""
+            """Assign the next number to the value `name`, and return its description. `given` is
+            part of the description.
+            """
             number_of_value[name] = len(number_of_value)
             value_type = graph.type_of(name)
             return (
@@ -89,8 +91,8 @@ class IntraStageSearch:
             )
 
         def describe_input(name: str) -> Hashable:
-            """Return the number of the value `name` if it occurred before. Otherwise number it, and
-            return its description.
+            """Return the number of the value `name` if it occurred before. Otherwise assign the
+            next number to it, and return its description.
             """
             if name in number_of_value:
                 return number_of_value[name]
@@ -174,8 +176,9 @@ class IntraStageSearch:
         sampled = self._cost_stages(skeleton, others)
 
         def rank(which: int, stage: int) -> tuple[bool, float]:
-            """Return the sort key of stage `stage` in one of the two placements: whether it exceeds
-            the memory, then its seconds per step.
+            """Return the sort key of stage `stage` in one of the two placements (`which`: 0 for
+            searched splits, 1 for splits by samples): whether it exceeds the memory, then its
+            seconds per step.
             """
             seconds = step_seconds(
                 (searched, sampled)[which].costs[stage], self.problem.micro_batches

@@ -337,8 +337,8 @@ class _Partitioner:
         return SegmentedModel(high_degree, critical, tuple(segments))
 
     def heaviest_path(self, without: Set[int]) -> list[int]:
-        """Return the path from low to high rank with the maximum total weight that avoids the
-        variables `without`.
+        """Return the path from low to high rank that avoids the variables `without` and has the
+        maximum total weight. The weight of a variable is its minimum cost.
         """
         total = [
             -math.inf if variable in without else own for variable, own in enumerate(self.weight)

@@ -605,8 +605,8 @@ class TePDist:
         )
 
     def _place(self, problem: Problem) -> Placement:
-        """Return the best placement if the devices are used in the order of the problem's cluster.
-        Raise as `run` does.
+        """Return the best placement for one order of the cluster's device groups: the order in
+        `problem`. Raise as `run` does.
         """
         resolved = resolve_constraints(problem, own_sizes=True)
         found = constrained_meshes(problem.cluster, self.stages, resolved)
