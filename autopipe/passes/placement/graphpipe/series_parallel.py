@@ -225,7 +225,7 @@ class BlockRun:
 @dataclass(frozen=True, slots=True)
 class Fork:
     """Parallel branches. They occupy the blocks `start` to `stop - 1` of a chain, one branch after
-    the other. Each branch is a sequence of regions.
+    the other. Each branch is a sequence of regions: blocks in series, and nested forks.
     """
 
     branches: tuple[tuple[Region, ...], ...]

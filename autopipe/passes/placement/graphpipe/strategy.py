@@ -92,7 +92,8 @@ class GraphPipe:
 
 @memoize(2)
 def _search_placement(problem: Problem) -> Placement | InfeasibleError:
-    """Return the placement before the refinements, or the error if no partition fits the memory.
+    """Return the placement that the search over partitions finds, without a micro-batch size per
+    stage and without splits inside stages. Return the error if no partition fits the memory.
 
     The error is returned instead of raised so that it is cached: finding it takes as long as
     finding a placement. The placement has a note for each region of the graph that is not

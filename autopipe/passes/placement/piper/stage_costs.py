@@ -1,9 +1,10 @@
 """The cost of each possible stage of strategy Piper, for each combination of data and tensor
 parallelism of the stage's group of devices.
 
-A stage lies between two downsets: it contains the blocks of an outer downset that are not in an
-inner downset. Its costs are sums over its blocks, except that a tensor that several blocks use,
-such as a shared parameter, counts once.
+A downset is a set of blocks that contains all blocks on which its members depend. A stage lies
+between two downsets: it contains the blocks of an outer downset that are not in an inner downset.
+Its costs are sums over its blocks, except that a tensor that several blocks use, such as a shared
+parameter, counts once.
 """
 
 from __future__ import annotations
@@ -155,7 +156,10 @@ class BlockSums:
 
     def sum_between(self, downsets: Downsets, pairs: NestedPairs) -> Figures:
         """Return, for each pair (inner, outer) of nested downsets in `pairs`, the sum over the
-        blocks of its stage: the blocks of the outer downset that are not in the inner one.
+        blocks of the outer downset that are not in the inner one.
+
+        A downset is a set of blocks that contains all blocks on which its members depend. The
+        blocks between two downsets form a stage.
         """
         if not self.own.any() and not self.common:
             return np.zeros(len(pairs.inner))
@@ -244,8 +248,9 @@ class StageMessages:
     """The messages that each possible stage receives, or those that it sends, per micro-batch of
     the graph.
 
-    A pair (inner, outer) of nested downsets determines a stage: the blocks of the outer downset
-    that are not in the inner one. Arrays are indexed by pair.
+    A downset is a set of blocks that contains all blocks on which its members depend. A pair
+    (inner, outer) of nested downsets determines a stage: the blocks of the outer downset that are
+    not in the inner one. Arrays are indexed by pair.
 
     sharded: bytes of values with a batch axis, which replicas divide.
     replicated: bytes of values without a batch axis, which each replica receives in full.
@@ -258,7 +263,8 @@ class StageMessages:
 
     def local_bytes(self, fraction: float, pairs: NestedPairs) -> Figures:
         """Return the bytes of the messages of one replica that has `fraction` of the graph's
-        samples, for the stage of each pair of downsets in `pairs`.
+        samples, for each possible stage in `pairs`. A pair (inner, outer) of sets of blocks
+        determines a stage: the blocks of the outer set that are not in the inner one.
         """
         sharded = self.sharded.take(pairs.numbers)
         found: Figures = sharded * fraction + self.replicated.take(pairs.numbers)
@@ -270,10 +276,11 @@ def messages_between(
 ) -> tuple[StageMessages, StageMessages]:
     """Return (received, sent): the messages of each possible stage.
 
-    A pair (inner, outer) of nested downsets determines a stage: the blocks of the outer downset
-    that are not in the inner one. The stage receives a value if the inner downset produces it and a
-    block of the stage reads it. It sends a value if one of its blocks produces it and a block
-    outside of the outer downset reads it. A value with several readers counts once.
+    A downset is a set of blocks that contains all blocks on which its members depend. A pair
+    (inner, outer) of nested downsets determines a stage: the blocks of the outer downset that are
+    not in the inner one. The stage receives a value if the inner downset produces it and a block of
+    the stage reads it. It sends a value if one of its blocks produces it and a block outside of the
+    outer downset reads it. A value with several readers counts once.
     """
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
     values = list(values_between_blocks(problem.graph, block_of))
@@ -311,8 +318,11 @@ def messages_between(
 def _pairwise_products(
     downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]
 ) -> Figures:
-    """Return, for each pair (inner, outer) of nested downsets, the scalar product of two rows: the
-    row of `inner` for the inner downset, and the row of `outer` for the outer downset.
+    """Return, for each pair of nested downsets, the scalar product of a row of `inner` and a row of
+    `outer`. Both arrays have one row per downset; the rows are those of the inner and of the outer
+    downset of the pair.
+
+    A downset is a set of blocks that contains all blocks on which its members depend.
     """
     found = np.zeros(len(downsets.inner))
     width = len(downsets.holds)
@@ -365,10 +375,11 @@ class ParallelismOption:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The data of the search that does not depend on the micro-batch size: blocks, downsets, and
-    the messages of the stages between downsets.
+    """The data of the search that does not depend on the micro-batch size: the blocks, their
+    downsets, and the messages of the stages between two downsets.
 
-    `samples` is the number of samples to which the bytes of messages refer.
+    A downset is a set of blocks that contains all blocks on which its members depend. `samples` is
+    the number of samples to which the bytes of messages refer.
     """
 
     blocks: Blocks
@@ -380,7 +391,8 @@ class SearchSpace:
 
 class DownsetCosts:
     """Costs of all possible stages for the micro-batch size of one problem. A stage consists of the
-    blocks of an outer downset that are not in an inner downset.
+    blocks of an outer downset that are not in an inner downset. A downset is a set of blocks that
+    contains all blocks on which its members depend.
 
     The devices of a stage are not known. Its messages therefore use the slowest link of the
     cluster, and its operators take the time of the slowest device type.
@@ -396,7 +408,9 @@ class DownsetCosts:
         self._whole = downsets.pairs.some(
             (downsets.outer == 0) & (downsets.inner == len(downsets.holds) - 1)
         )
-        """The pair of downsets whose stage contains all blocks."""
+        """The pair (inner, outer) of sets of blocks whose stage, the difference of the two,
+        contains all blocks.
+        """
         self._known_s = -np.inf
         """Time limit in seconds up to which `_known` contains all stages."""
         self._known = list[ParallelismOption]()
@@ -424,8 +438,8 @@ class DownsetCosts:
 
     @cached_property
     def _outside_work(self) -> Figures:
-        """For each pair (inner, outer) of downsets: lower bound on the work (seconds times devices)
-        of all blocks that are not in the pair's stage (the outer downset without the inner one).
+        """For each possible stage: lower bound on the work (seconds times devices) of all blocks
+        that are not in the stage.
         """
         downsets = self.chains.downsets
         found: Figures = self._minimum_work.sum() - BlockSums(self._minimum_work).sum_between(
@@ -494,9 +508,12 @@ class DownsetCosts:
         return self._make_options(self._whole, np.inf)
 
     def _make_options(self, among: NestedPairs, most_s: float) -> list[ParallelismOption]:
-        """Return the options for the stages of the pairs of downsets `among` that take at most
-        `most_s` seconds per micro-batch. An option contains all stages with one parallelism and
+        """Return the options for the stages in `among` that take at most `most_s` seconds per
+        micro-batch. An option contains all stages with one combination of parallelism and
         recomputation. Options without stages are omitted.
+
+        `among` contains a pair (inner, outer) of sets of blocks for each stage, which consists of
+        the blocks of the outer set that are not in the inner one.
         """
         wanted = self.problem.recompute if self.problem.train else "none"
         recomputations = {"none": (False,), "full": (True,)}.get(wanted, (False, True))
@@ -516,7 +533,10 @@ class DownsetCosts:
         most_s: float,
     ) -> ParallelismOption:
         """Return the option with the parallelism `sharing`, with or without recomputation, for the
-        stages of the pairs of downsets `among` that take at most `most_s` seconds per micro-batch.
+        stages in `among` that take at most `most_s` seconds per micro-batch.
+
+        `among` contains a pair (inner, outer) of sets of blocks for each stage, which consists of
+        the blocks of the outer set that are not in the inner one.
         """
         seconds = self._compute_seconds(figures, recompute, among)
         left = self._outside_work.take(among.numbers)
@@ -545,8 +565,8 @@ class DownsetCosts:
         )
 
     def _compute_seconds(self, figures: BlockCosts, recompute: bool, among: NestedPairs) -> Figures:
-        """Return the seconds of forward plus backward of a micro-batch, for the stage of each pair
-        of downsets in `among`.
+        """Return the seconds of forward plus backward of a micro-batch, for each possible stage in
+        `among`.
 
         Forward and backward each take the time of the device, or the time of the host to launch the
         operators if that is longer.
@@ -573,7 +593,7 @@ class DownsetCosts:
         self, sharing: StageParallelism, figures: BlockCosts, pairs: NestedPairs
     ) -> Figures:
         """Return the seconds of the gradient all-reduce and the optimizer update, divided by the
-        number of micro-batches, for the stage of each pair of downsets in `pairs`.
+        number of micro-batches, for each possible stage in `pairs`.
         """
         if not self.problem.train:
             return np.zeros(1)

@@ -444,7 +444,9 @@ class Piper:
     """
 
     max_downsets: int = 10_000
-    """Maximum number of downsets. A graph with more downsets is rejected."""
+    """Maximum number of downsets, which are sets of blocks that contain all blocks on which their
+    members depend. A graph with more downsets is rejected.
+    """
     objective: Literal["step", "slowest_stage"] = "step"
     """`step` minimises the time of a step, including warm-up and cool-down; `slowest_stage`
     minimises the time of the slowest stage, as in the paper.

@@ -1,5 +1,9 @@
 """The optimisation levels O2, O3 and O4 of TePDist: solvers that choose the splits inside a stage,
-given its cost tables (`sharding.search.Tables`).
+given its cost tables (`SplitTables`).
+
+A choice is one configuration per variable of the min-sum model of the tables; a strategy is a
+configuration. Cheap operators can be contracted into their neighbours; what remains are cones.
+Critical nodes are operators that separate the graph into segments.
 
 - O2 contracts operators into cones, solves the segments between critical nodes by integer programs,
   and combines the segments by dynamic programming ("SPMD Strategy" of the TePDist paper).
@@ -7,8 +11,7 @@ given its cost tables (`sharding.search.Tables`).
 - O4 solves one integer program over all operators.
 
 Within a memory limit, each level first searches a cost per byte (a Lagrange multiplier), as the
-exact search does (`min_sum.memory_limit`). A choice is one configuration per variable of the
-min-sum model of the tables; a strategy is a configuration.
+exact search does (`min_sum.memory_limit`).
 """
 
 from __future__ import annotations

@@ -234,8 +234,8 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class SegmentedModel:
     """A division of a model's variables into high-degree variables (read in many layers), critical
-    nodes (variables that separate the remaining graph, in order of rank), and the segments between
-    critical nodes.
+    nodes (variables that separate the remaining graph, in the order of a path), and the segments
+    between critical nodes.
     """
 
     high_degree: tuple[int, ...]
@@ -284,12 +284,14 @@ class _Partitioner:
         self.around = neighbours(model)
         self.rank = rank.tolist()
         self.order: list[int] = np.argsort(rank, kind="stable").tolist()
-        """The variables in ascending order of rank."""
+        """The variables in ascending order of rank, which is a topological order."""
         self.behind = [
             sorted(other for other in near if self.rank[other] < own)
             for near, own in zip(self.around, self.rank, strict=True)
         ]
-        """For each variable: its neighbours of lower rank, ascending."""
+        """For each variable: its neighbours that come before it in the graph (have a lower rank),
+        ascending.
+        """
         minimum_costs = [float(costs.min()) for costs in model.costs]
         self.weight = [seconds if math.isfinite(seconds) else 0.0 for seconds in minimum_costs]
         """For each variable: its minimum cost in seconds; 0 if all its configurations are
@@ -300,7 +302,9 @@ class _Partitioner:
         """Return up to `MAXIMUM_HIGH_DEGREE` variables in descending order of reach.
 
         The reach of a variable is the sum of the rank differences to its neighbours. Once a
-        variable is selected, its edges no longer count for its neighbours.
+        variable is selected, its edges no longer count for its neighbours. The rank of a variable
+        is the number of edges on the longest path that ends at it, in the model before operators
+        were merged into cones.
         """
         far = [
             sum(abs(self.rank[other] - self.rank[own]) for other in near)
@@ -339,6 +343,9 @@ class _Partitioner:
     def heaviest_path(self, without: Set[int]) -> list[int]:
         """Return the path from low to high rank that avoids the variables `without` and has the
         maximum total weight. The weight of a variable is its minimum cost.
+
+        The rank of a variable is the number of edges on the longest path that ends at it, in the
+        model before operators were merged into cones.
         """
         total = [
             -math.inf if variable in without else own for variable, own in enumerate(self.weight)
