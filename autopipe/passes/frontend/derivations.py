@@ -280,7 +280,7 @@ def find_expand(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | Non
 def _find_elementwise(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[Step, ...] | None:
-    """Return the steps that follow `moves` so that all compute `second` from `first`: () if `moves`
+    """Return the steps that, applied after `moves`, compute `second` from `first`: () if `moves`
     suffice, otherwise one elementwise step. None if no step is found.
     """
     sampled, expected = _sample_both(first, moves, second)

@@ -60,8 +60,8 @@ def split_range_bounds(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Split the sizes `dims` that a user sets, and return (bounds, others).
 
-    - bounds: maximum length of each Range result, by the name of the result. These are the positive
-      entries RESULT:0 of `dims`.
+    - bounds: maximum length of each Range result, by the name of the result. A user sets it by the
+      entry RESULT:0 of `dims`, where RESULT is that name; the entry must be positive.
     - others: the other entries of `dims`.
     """
     ranges = {f"{node.output[0]}:0": node.output[0] for node in nodes if node.op_type == "Range"}

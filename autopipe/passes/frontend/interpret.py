@@ -188,8 +188,8 @@ class _ReaderState:
         return deciding_inputs(name, self.nodes, self.inputs)
 
     def copy_tables(self) -> dict[str, Any]:
-        """Return copies of the tables that reading a node changes, by field name, so that they can
-        be restored after a failed attempt.
+        """Return copies of the fields that reading a node changes, such as types, data and nodes,
+        by field name. They can be restored after a failed attempt.
         """
         tables = (
             "types",
@@ -371,7 +371,9 @@ def _add_step(
 
 
 def _visit(sweep: _ReaderState, node: onnx.NodeProto) -> None:
-    """Read one node of the file: add its results to the tables, and its nodes to the graph."""
+    """Read one node of the file: record the types and known data of its results, and add the nodes
+    that compute them to the graph.
+    """
     for name in node.input:
         if name in sweep.packed:
             sweep.unpack_parameter(name)

@@ -113,7 +113,9 @@ def untie_parameters(
 
 
 def _find_reads(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, list[Read]]:
-    """Return the uses of each value of `names` as operand of a node."""
+    """Return, for each value of `names`, its uses: (node position, operand index) of each node that
+    reads it.
+    """
     found: dict[str, list[Read]] = {}
     for position, node in enumerate(graph.node):
         for slot, name in enumerate(node.input):
@@ -128,8 +130,11 @@ def _uses_in_metadata(
     signature: Signature,
     numbers: Numbers,
 ) -> Iterator[tuple[Read, str, str]]:
-    """Yield (use, merged tensor, new name) for each use of a tensor as another parameter, according
-    to the metadata of PyTorch's newer exporter. `held` contains the tensors of the file by name.
+    """Yield (use, merged tensor, new name) for each use of a tensor that stands for another
+    parameter, with which it was merged. The metadata of PyTorch's newer exporter tell which
+    parameter is meant. The new name is that of this parameter, or ends in `CONSTANT` if the traced
+    program has a constant there. A use is (node position, operand index). `held` contains the
+    tensors of the file by name.
     """
     known = {name: held[name] for name in held if signature.is_trained(name)}
     readers = _find_reads(graph, known)
@@ -223,7 +228,8 @@ def _uses_of_identities(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
     """Yield (use, merged tensor, new name) for each use of an Identity with which PyTorch's older
-    exporter names a merged parameter. Renames the results of these Identity nodes in place.
+    exporter names a merged parameter. A use is (node position, operand index). Renames the results
+    of these Identity nodes in place.
     """
     names = {
         node.output[0]: node.input[0] for node in graph.node if _is_naming_identity(node, held)
@@ -273,7 +279,8 @@ def _uses_of_uniform(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
     """Yield (use, merged tensor, new name) for each use, except the first, of a tensor with a
-    single repeated value that is only used as scale or offset.
+    single repeated value that is only used as scale or offset. A use is (node position, operand
+    index).
     """
     for name, reads in _find_reads(graph, held).items():
         if len(reads) < 2 or not all(

@@ -82,7 +82,8 @@ class Origin:
 
 
 def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
-    """Return for each origin the index of the graph's node that owns it; None if there is none.
+    """Return for each origin (a node of the file) the index of the graph's node that owns it; None
+    if there is none.
 
     The owner is the node that writes results of the origin. The owner of an origin that was removed
     or fused is the node that owns all readers of its results, if that is a single node.

@@ -84,12 +84,12 @@ SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 SigLIP: their scale, which is stored as a logarithm, and their offset.
 """
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
-"""(operator, operand index) of a table of positions that is resized, and of rows of the table that
-are not resized.
+"""(operator, operand index) of a table of position embeddings that is resized, and of rows of the
+table that are not resized.
 """
 BESIDE = (("Exp", 0), ("Resize", 0))
-"""(operator, operand index) that identify modules with a scale of similarities or a resized
-table.
+"""(operator, operand index) that identify modules with a scale of similarities, as in CLIP, or with
+a table of position embeddings that is resized.
 """
 STATED = "autopipe.parameters"
 """Metadata key of a JSON list of the names of all trained tensors of the file."""
@@ -161,7 +161,8 @@ class Roles:
     """
     frozen: frozenset[str] | None
     """Names of untrained parameters according to the metadata `autopipe.frozen`; None if the file
-    lacks the entry. If the file has it, all other parameters of the signature are trained.
+    lacks the entry. If the file has it, all other parameters that PyTorch's exporter declares are
+    trained.
     """
     signature: Signature
     from_torch: bool
@@ -169,8 +170,9 @@ class Roles:
     initializer.
     """
     settled: bool
-    """True if a PyTorch model without signature was probably trained before export: it has named
-    scales, and none of its named vectors has equal values.
+    """True if a PyTorch model was probably trained before export: it has named scales, and none of
+    its named vectors lacks data or has only equal values. False for models whose parameters the
+    file's metadata declare.
     """
     folded_scopes: Mapping[tuple[str, int], frozenset[str]]
     """For each (operator, operand index) of `BESIDE`, the modules that read a folded tensor, which
@@ -254,8 +256,9 @@ class Roles:
     def _role_in_signature(
         self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]
     ) -> Role:
-        """Return the role of a tensor of a file with PyTorch's signature. `slots` contains
-        (operator, operand index) of its uses.
+        """Return the role of a tensor of a file whose metadata contain PyTorch's signature: the
+        parameters and buffers of the traced program. `slots` contains (operator, operand index) of
+        the tensor's uses.
         """
         name = value.name
         if name in self.signature.buffers:

@@ -98,14 +98,14 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
     numbers = itertools.count()
 
     def in_model(field: Field) -> bytes | None:
-        """Return the stripped graph if the field of the model is the graph; None for other
-        fields.
+        """Return the graph without data of large tensors if the field of the model is the graph;
+        None for other fields.
         """
         return in_graph(field, str, 0) if field.number == MODEL_GRAPH else None
 
     def in_graph(graph: Field, key: Callable[[str], str], depth: int) -> bytes:
-        """Return the stripped message of a graph. `key` maps the name of a tensor to its key in the
-        locations.
+        """Return the message of a graph without data of large tensors. `key` maps the name of a
+        tensor to its key in the locations.
         """
         if depth > DEEPEST_BODY:
             raise ModelError(
@@ -113,7 +113,9 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
             )
 
         def part(field: Field) -> bytes | None:
-            """Return a stripped field of the graph; None if it is unchanged."""
+            """Return a field of the graph without data of large tensors; None if it is
+            unchanged.
+            """
             if field.number == GRAPH_INITIALIZER:
                 return _strip_tensor(data, field, "", slices, key)
             return (
@@ -125,7 +127,9 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
         return _rewrite_message(data, graph.payload, graph.end, part)
 
     def in_node(node: Field, key: Callable[[str], str], depth: int) -> bytes | None:
-        """Return the stripped message of a Constant or control-flow node; None for other nodes."""
+        """Return the message of a Constant or control-flow node without data of large tensors; None
+        for other nodes.
+        """
         fields = list(fields_of(data, node.payload, node.end))
         operators = [
             bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR
@@ -141,7 +145,9 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
         name = "" if holds_bodies else results[0].decode(errors="replace")
 
         def in_attribute(field: Field) -> bytes | None:
-            """Return a stripped field of an attribute; None if it is unchanged."""
+            """Return a field of an attribute without data of large tensors; None if it is
+            unchanged.
+            """
             if holds_bodies:
                 inner = (
                     partial(body_tensor_key, next(numbers))
@@ -156,7 +162,9 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
             )
 
         def attribute(field: Field) -> bytes | None:
-            """Return a stripped attribute of the node; None for other fields."""
+            """Return an attribute of the node without data of large tensors; None for other
+            fields.
+            """
             is_attribute = field.number == NODE_ATTRIBUTE
             return (
                 _rewrite_message(data, field.payload, field.end, in_attribute)

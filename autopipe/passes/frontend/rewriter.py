@@ -254,7 +254,8 @@ class Rewriter:
         return self.constant(scalar_array(value, dtype), dtype)
 
     def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
-        """Write a Reshape of the value `name` to `shape` and return the name of its result. Returns
+        """Write a Reshape of the value `name` to `shape` and return the name of its result, which
+        is result number `result` of the replaced node or, if `result` is None, a new value. Returns
         `name` without writing a node if the value is of that shape and `result` is None.
         """
         if shape == self.shape(name) and result is None:
@@ -271,7 +272,8 @@ class Rewriter:
 
     def transpose(self, name: str, *order: int, result: int | None = None) -> str:
         """Write a Transpose and return the name of its result, whose axis i is axis `order[i]` of
-        the value `name`.
+        the value `name`. `result` is the index of the replaced node's result that it writes; None
+        for a new value.
         """
         shape = self.shape(name)
         moved = [shape[axis] for axis in order]
@@ -280,8 +282,9 @@ class Rewriter:
     def binary(
         self, op: str, left: str, right: str, dtype: DType | None = None, result: int | None = None
     ) -> str:
-        """Write an elementwise operator of two operands and return the name of its result. Raises
-        ModelError if the operands' shapes cannot be broadcast to each other.
+        """Write the elementwise operator `op` of two operands and return the name of its result.
+        `result` is the index of the replaced node's result that it writes; None for a new value.
+        Raises ModelError if the operands' shapes cannot be broadcast to each other.
         """
         try:
             shape = np.broadcast_shapes(self.shape(left), self.shape(right))
@@ -337,7 +340,8 @@ class Rewriter:
     ) -> str:
         """Write a Slice of the value `name` and return the name of its result. `bounds` maps an
         axis to (start, stop), where the element at stop is excluded. Bounds must lie within the
-        axis.
+        axis. `result` is the index of the replaced node's result that it writes; None for a new
+        value.
         """
         shape = list(self.shape(name))
         for axis, (start, stop) in bounds.items():
@@ -352,8 +356,8 @@ class Rewriter:
         return self.add("Slice", operands, shape, result=result)
 
     def clip(self, name: str, low: float, high: float, result: int | None = None) -> str:
-        """Write a Clip of the float32 value `name` to low … high and return the name of its
-        result.
+        """Write a Clip of the float32 value `name` to low … high and return the name of its result.
+        `result` is the index of the replaced node's result that it writes; None for a new value.
         """
         shape = self.shape(name)
         if self.opset < CLIP_OPERANDS_SINCE:

@@ -325,12 +325,12 @@ def _read_projections(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
 
 
 def _cached_token_counts(rewriter: Rewriter, tokens: int, total: int | None) -> str:
-    """Return the name of the number of cached tokens per sequence, int64 [B]: operand 5 (the index
-    of the last token of each sequence) + 1 − `tokens`.
+    """Return the name of the number of cached tokens per sequence, an int64 vector. It is operand 5
+    of the replaced node (the index of the last token of each sequence) + 1 − `tokens`.
 
     `tokens` is the number of new tokens per sequence. `total` is the value of operand 6, the
     maximum over the sequences of cached plus new tokens, or None if it is not known before running.
-    If operand 6 turns out to be `tokens`, the result is 0: nothing is cached.
+    If operand 6 is found to be `tokens` while running, the result is 0: nothing is cached.
     """
     last_position = _reshape_per_sequence(rewriter, rewriter.required(5))
     cached = rewriter.binary("Add", last_position, rewriter.integer(1 - tokens))
@@ -342,8 +342,8 @@ def _cached_token_counts(rewriter: Rewriter, tokens: int, total: int | None) -> 
 
 
 def _reshape_per_sequence(rewriter: Rewriter, name: str) -> str:
-    """Write the value `name`, which has one integer per sequence, as an int64 vector [B], and
-    return the result's name.
+    """Write the value `name`, which has one integer per sequence, as an int64 vector [sequences],
+    and return the result's name.
     """
     return rewriter.reshape(rewriter.cast(name, DType.INT64), rewriter.type_of(name).elements)
 
@@ -484,11 +484,15 @@ def _decompose_multi_head(
 
 def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]:
     """Return the names of queries, keys and values [B, heads, tokens, F] of a MultiHeadAttention,
-    with their bias added.
+    with their bias added, for B sequences and F features per head.
 
-    The operands may be three tensors [B, tokens, heads · F], one tensor in which all three are
-    concatenated along the last dimension, a stack [B, T, heads, 3, F], queries and a stack of keys
-    and values, or queries and [B, heads, tokens, F] keys and values, as in cross-attention.
+    The operands may be:
+
+    - three tensors [B, tokens, heads · F];
+    - one tensor in which all three are concatenated along the last dimension;
+    - a stack [B, tokens, heads, 3, F];
+    - queries, and a stack of keys and values;
+    - queries, and keys and values [B, heads, tokens, F], as in cross-attention.
     """
     query = rewriter.required(0)
     key = rewriter.operand(1)
@@ -522,8 +526,8 @@ def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]
 
 
 def _split_stack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
-    """Return the names of the `parts` tensors [B, tokens, heads · F] of the stack `name` [B,
-    tokens, heads, parts, F].
+    """Return the names of the `parts` tensors [sequences, tokens, heads · F] of the stack `name`
+    [sequences, tokens, heads, parts, F], with F features per head.
     """
     batch, tokens, heads, _, features = rewriter.shape(name)
     pieces = rewriter.split(name, 3, *[1] * parts)

@@ -131,8 +131,9 @@ def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Se
 
 
 def _select_among_rows(context: NodeContext) -> None:
-    """Record the ranks of the rows that a NonZero selects among rows that a mask selects already.
-    Each row has one element. Raises ModelError for other operators and rows.
+    """Record what a NonZero selects among rows that a mask selects already. Each row has one
+    element. The result has, for each row whose element is not 0, its rank: the number of selected
+    rows before it. Raises ModelError for other operators and rows.
     """
     rows = context.fact(0)
     write = context.write

@@ -104,8 +104,9 @@ def _flatten_rows(write: RowWriter, rows: SelectedRows) -> SelectedRows:
 def _divide_rows(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> SelectedRows | None:
     """Return `rows`, of one element each, regrouped into rows of the shape `row_shape`.
 
-    None unless the mask that selects the rows is broadcast along trailing axes, so that it selects
-    a multiple of that many elements together.
+    All elements of a new row must be selected together. This holds if the mask that selects `rows`
+    is broadcast along its last axes, and the product of the sizes of these axes is a multiple of
+    the elements of a new row. Otherwise return None.
     """
     size = math.prod(row_shape)
     selection = rows.selection

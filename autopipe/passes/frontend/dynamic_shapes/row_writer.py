@@ -177,8 +177,8 @@ class RowWriter:
         return replace(full, selection=selection, over=selection.axes)
 
     def flat_mask(self, selection: Selection) -> str:
-        """Write the broadcast mask of the selection as a vector of `capacity` elements and return
-        its name.
+        """Write the mask of the selection, broadcast to its full shape, as a vector. Return the
+        vector's name; it has `selection.capacity` elements.
         """
         wide = self.expand(selection.mask, selection.mask_shape, selection.shape)
         return self.reshape(wide, (selection.capacity,))

@@ -163,8 +163,9 @@ def _index_columns(
 
 def _update_rows(context: NodeContext, indices: Indices | SelectedRows) -> SelectedRows:
     """Return the updates of the scatter as rows that the mask of its `indices` selects. If the
-    updates are static, row r belongs to the true mask element of rank r. Raises ModelError if they
-    are numbers that depend on the count of rows.
+    updates are static, row r belongs to the true mask element of rank r, which is the number of
+    true elements before it. Raises ModelError if the updates are numbers that depend on the count
+    of rows.
     """
     fact: Fact | None = context.fact(2)
     if isinstance(fact, CountedNumbers):

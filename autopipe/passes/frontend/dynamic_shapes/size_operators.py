@@ -313,8 +313,9 @@ def slices_to_count(context: NodeContext) -> bool:
 
 def slice_to_count(context: NodeContext) -> bool:
     """Write a Slice that keeps the first n rows of a value, where n is the number of true elements
-    of a mask that does not select rows of this value: the true element of rank r gets row r. Return
-    False for another Slice.
+    of a mask that does not select rows of this value. The result has a row per true element: the
+    element of rank r (the number of true elements before it) gets row r. Return False for another
+    Slice.
     """
     if not slices_to_count(context):
         return False

@@ -199,11 +199,12 @@ class _AttentionWriter:
         self, scores: Scores, value: str, is_transposed: bool, sinks: str
     ) -> tuple[Node, ...] | None:
         """Return the nodes in place of the product of probabilities and values; None if an operand
-        cannot be brought into the form that Attention reads, or if a mask may hide all keys from a
-        query.
+        cannot be brought into the shape [samples, heads, positions, features], or if a mask may
+        hide all keys from a query.
 
-        `sinks` names the column of attention sinks, "" if there is none. With `is_transposed`,
-        `value` and the result have their last two axes exchanged.
+        `sinks` names the column of attention sinks (extra scores of keys without values), "" if
+        there is none. With `is_transposed`, `value` and the result have their last two axes
+        exchanged.
         """
         view = self.view
         masks = [
@@ -340,7 +341,8 @@ class _AttentionWriter:
         """Return (K, c) for the value `transposed` = c · Kᵀ: the name of K and a number.
 
         K is [samples, heads, positions, features]. If K and V (`value`) both repeat each head for
-        the query heads that share it, K may also be [samples, heads, sharers, positions, features].
+        the query heads that share it, K may also be [samples, heads, sharers, positions, features],
+        where sharers counts the query heads that share a key head.
         """
         view = self.view
         found = _find_keys_before_transpose(view, transposed)
@@ -377,7 +379,8 @@ class _AttentionWriter:
 
     def sink_per_head(self, column: str) -> str:
         """Return the name of the vector [heads] that the `column` of scores repeats for all samples
-        and queries; "" if the column is something else.
+        and queries: the attention sinks, extra scores of keys without values. "" if the column is
+        something else.
         """
         view = self.view
         name = column
@@ -479,7 +482,7 @@ def _find_keys_before_transpose(view: View, transposed: str) -> str | None:
 
 def _merge_head_sizes(shape: Shape) -> Shape:
     """Return the shape (samples, heads, sharers, …) with its second and third size replaced by
-    their product.
+    their product; sharers counts the query heads that share a key head.
     """
     return (*shape[:1], math.prod(shape[1:3]), *shape[3:])
 
