@@ -65,8 +65,8 @@ def read_request_model(
 
 
 _FOLLOWED = 3
-"""Minimum number of samples with which a model is read again if it was read with one sample, so
-that its batch axis differs from axes of size 1.
+"""Minimum number of samples with which a model is read again if it was read with one sample,
+because the batch axis of one sample cannot be followed through the graph.
 """
 
 
