@@ -83,8 +83,8 @@ class Alternative:
     simulated step. The metrics are None if the candidate has no placement or no step.
 
     `lower_bound_s` is a lower bound of the step for all schedules of the placement. `refused` is
-    the reason why the candidate has no step. `same_as` is the strategy that had given an equal
-    placement before, whose step is used.
+    the reason why the candidate has no step. `same_as` is the strategy that found an equal
+    placement earlier; the step of that placement is used.
     """
 
     choice: Choice

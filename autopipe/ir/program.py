@@ -609,8 +609,9 @@ class Bucket:
 
 def make_buckets(blocks: Iterable[BucketShard]) -> tuple[Bucket, ...]:
     """Return the buckets of a rank's shards in the order of their collectives, which is equal on
-    all ranks. Buckets of shards that several stages use (`home` is None) come first. Parameters
-    with larger indices come first, because backward computes their gradients first.
+    all ranks. Buckets of shards whose `home` is None come first, for example shards that several
+    stages use. Parameters with larger indices come first, because backward computes their gradients
+    first.
     """
     groups: dict[tuple[int, tuple[int, ...]], list[BucketShard]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):

@@ -98,8 +98,8 @@ def find_repeats(
     is_heavy: NDArray[np.bool_],
     depth: int = 0,
 ) -> tuple[Repeat, ...]:
-    """Return the repeated parts of a sequence of nodes, by their first nodes. See the module's
-    docstring.
+    """Return the repeated parts of a sequence of nodes, ordered by their first nodes. See the
+    module's docstring.
 
     `has_parameter[i]` is True if node i reads a parameter, and `is_heavy[i]` if it is a matmul, a
     convolution or a recurrent layer with a parameter.
@@ -165,7 +165,8 @@ def _find_runs(labels: Labels) -> list[_Run]:
 
 def _candidate_periods(labels: Labels) -> list[int]:
     """Return the possible periods of repeated parts, ascending: the distances between consecutive
-    equal windows. A window is a range of 1, 2, 4, … labels.
+    equal windows. A window is a range of 1, 2, 4, … labels. A period below `_MIN_LAYER_NODES` is
+    replaced by its smallest multiple that is not.
     """
     count = len(labels)
     names = labels

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 def longest_run(
     is_equal: NDArray[np.bool_], micro_batches: NDArray[Any], length: int
 ) -> tuple[int, int, int]:
-    """Return (start, count, distance) of the longest run of repetitions of `length` items.
+    """Return (start, count, distance) of the longest series of consecutive repetitions of `length`
+    items.
 
-    - start: index of the first item of the run.
-    - count: number of repetitions; 0 if nothing repeats. Of several longest runs, the first is
+    - start: index of the first item of the series.
+    - count: number of repetitions; 0 if nothing repeats. Of several longest series, the first is
       returned.
     - distance: difference between the micro-batches of consecutive repetitions, 1 or more.
 

@@ -52,7 +52,9 @@ def module_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateNames:
-    """The record: the entries of a module's `state_dict`."""
+    """Record of the entries of a PyTorch module's `state_dict`, stored in the metadata of an ONNX
+    file.
+    """
 
     names: Mapping[str, str]
     """For each entry, in the order of the module, the name of the initializer that contains it."""

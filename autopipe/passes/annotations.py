@@ -94,8 +94,8 @@ def consistent_device_order(
 
     The candidates are the ascending order and the orders in which `shardings` list the devices. All
     `shardings` are layouts over this group. Candidates that list the replicas of each shard in the
-    order in which `shardings` list them are tried before all other candidates. Within both sets of
-    candidates, the orders of replicated tensors come first.
+    order in which `shardings` list them are tried before all other candidates. Within each of these
+    two sets of candidates, the orders of replicated tensors come first.
     """
     listings = tuple(dict.fromkeys(sharding.devices for sharding in shardings))
     wanted = tuple(dict.fromkeys(cuts))

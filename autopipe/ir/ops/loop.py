@@ -134,8 +134,8 @@ def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
     The dimensions of the body's values and the axes of the nodes that index them form sets that
     must be split together. A set is an axis of the loop if all of the following hold:
 
-    - each axis in it is parallel, and each dimension in it has an axis - it contains no inner axis
-      of a dimension that merges several axes
+    - each axis in it is parallel, and each dimension in it has an axis
+    - it contains no inner axis of a dimension that merges several axes
     - it contains at most one dimension of each value and at most one axis of each node
     - its dimensions of the loop's operands and results have one common size, which is not 1
     - this size divides the sizes of all of its dimensions and axes

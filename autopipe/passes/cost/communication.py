@@ -84,7 +84,7 @@ def collective_cost(
     The bytes of an all-reduce or reduce-scatter are those of the tensor on each device. The bytes
     of an all-gather are those of its result. A group of one device costs nothing (`FREE`).
 
-    concurrent: all devices, those of `group` included, that run such a collective at the same time
+    concurrent: all devices, those of `group` included, that run this collective at the same time,
     in groups of equal shape. Groups that use one link divide its bandwidth among them. If it is
     empty, only `group` runs the collective.
     """

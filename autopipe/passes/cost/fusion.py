@@ -30,11 +30,12 @@ def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
     A kernel of a single node is returned only if eager PyTorch runs several kernels for this node.
 
-    An elementwise node, reduction or normalisation joins an earlier kernel of such nodes that
-    computes one of its operands, directly or through views, and that iterates over as many elements
-    as the node or has a result of as many elements. The node does not join if another of its
-    operands depends on that kernel, because the kernel would then need its own result. If several
-    kernels qualify, the node joins the kernel of its first operand among them.
+    An elementwise node, reduction or normalisation joins an earlier kernel of such nodes under
+    three conditions. The kernel computes one of the node's operands, directly or through views. A
+    node of the kernel has an iteration space or a result with as many elements as the iteration
+    space of the joining node. No operand that another kernel computes depends on this kernel,
+    because the kernel would then need its own result. If several kernels qualify, the node joins
+    the kernel of its first operand among them.
     """
     kernels: list[list[int]] = []
     sizes: list[set[int]] = []

@@ -76,8 +76,8 @@ class Operations:
 
     def measurable_splits(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
         """Yield the splits of node `index` along one axis, with a degree of `degrees`, under which
-        each device computes its part of the node without communication. The partial sums of a split
-        sum are not reduced here.
+        each device computes its part of the node without communication. If the node sums over the
+        axis, the partial sums of the devices are not reduced.
         """
         space = self.uses[index].space
         windowed = {each.axis for each in space.windows}
@@ -114,8 +114,9 @@ class Operations:
         )
 
     def sample(self, index: int, work: NodeCost, splits: Splits = ()) -> OperationSample:
-        """Return the sample with which the profiler measures the operation of node `index` under
-        `splits`. `work` is the work of the full node.
+        """Return the input with which the profiler measures the operation of node `index` under
+        `splits`: its operators, and all that is needed to generate operands. `work` is the work of
+        the full node.
         """
         share = 1.0 / splits[0].degree if splits else 1.0
         own = self._local_signature(index, splits)

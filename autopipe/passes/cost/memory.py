@@ -217,7 +217,7 @@ def weight_gradient_bytes(work: StageWork) -> int:
 
 def recomputation_bytes(work: StageWork, held: int) -> tuple[int, int]:
     """Return (saved, peak) bytes on one device of a stage that recomputes in segments. A segment is
-    a run of consecutive nodes whose forward is repeated together right before their backward.
+    a range of consecutive nodes whose forward is repeated together right before their backward.
 
     saved: bytes per micro-batch of the values that pass from one segment to a later one.
     peak: maximum additional bytes while the backward of a segment runs: the recomputed activations

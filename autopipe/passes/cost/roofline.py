@@ -150,7 +150,7 @@ class StepSeconds:
 
     def of(self, kinds: tuple[Device, ...], parts: int) -> Seconds:
         """Return the seconds of one of `parts` equal parts of each node on the fastest of the
-        device types `kinds`; 0 for nodes that no step runs.
+        device types `kinds`; 0 for nodes on which no required output of a step depends.
 
         The seconds are those of forward and, in training, of backward, with a second forward if all
         stages recompute.

@@ -268,8 +268,8 @@ the memory, the next one has a limit that is smaller by the excess.
 
 @dataclass(frozen=True, slots=True)
 class FittedPlacement:
-    """A placement with new splits of one stage, the bound that is proven for these splits, and the
-    cost and memory of the stage according to the cost model.
+    """A placement with new splits of one stage, the proven lower bound of the cost of such splits,
+    and the cost and memory of the stage according to the cost model.
     """
 
     placement: Placement

@@ -87,8 +87,8 @@ class Dual:
     """Upper bound of the rounding error of `bound` and `configuration_bounds`."""
 
     def __init__(self, model: MinSum) -> None:
-        """Make the dual of `model`, which must have at most one edge between two nodes
-        (`merge_edges`).
+        """Make the dual of `model`, which must be a result of `merge_edges` (at most one edge
+        between two nodes, from the lower to the higher index).
         """
         floats: dict[int, Array] = {}
         self._costs = [costs.astype(np.float64) for costs in model.costs]
@@ -238,8 +238,9 @@ class Dual:
 
 
 def minimum_difference(matrix: Array, vector: Array, axis: int) -> Array:
-    """Return the minimum along `axis` of `matrix - vector`. The vector has one entry per index of
-    this axis. The difference is formed in blocks that fit in the CPU cache.
+    """Return the minimum along `axis` of `matrix - vector`. `vector` has one entry per index of
+    axis `axis` of the matrix, and is subtracted along it. The difference is formed in blocks that
+    fit in the CPU cache.
     """
     if matrix.size <= BLOCK_ENTRIES:
         difference = matrix - (vector if axis == 1 else vector[:, None])
@@ -461,8 +462,8 @@ ALWAYS_ALLOWED_WORK = 1e5
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
     """Search for the goal's best choice in the part `root`, and store it in `goal`. Return a lower
     bound, in the model that is searched, of all choices that are better than the stored choice. If
-    the bound reaches the goal's cutoff, the best known cost, the stored choice is optimal. If the
-    budget ends first, the bound can be lower than the cutoff.
+    the bound reaches the goal's cutoff (without a memory limit, the best known cost), the stored
+    choice is optimal. If the budget ends first, the bound can be lower than the cutoff.
     """
     parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
@@ -483,8 +484,8 @@ def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
 def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> float:
     """Improve the goal's choice and the lower bound `bound` of a part by sweeps and eliminations.
     Stop if the sweeps make too little progress, if no better choice remains, or if the budget ends.
-    Return the improved bound. It is the goal's cutoff, the best known cost, if the part contains no
-    better choice.
+    Return the improved bound. It is the goal's cutoff (without a memory limit, the best known cost)
+    if the part contains no better choice.
     """
     work = 0.0
     before = -math.inf

@@ -115,9 +115,9 @@ class ParetoFront:
     bounds: Array
     """For each label, a lower bound on the relaxed cost of all choices that contain it."""
     rows: dict[int, Array]
-    """By index of an eliminated node: for each label of this list, the position of the label from
-    which it was made. That position is in the list of the eliminated node. Other eliminated nodes
-    follow from the labels in that list.
+    """By index of an eliminated node: for each label, a position in the list of labels from which
+    the node was eliminated. The label at this position states the configuration of the node, and
+    leads to nodes that were eliminated earlier.
     """
     minimum_bytes: Number
     """Sum of the minimum bytes of all nodes whose memory is part of `memory`."""
@@ -175,7 +175,8 @@ class LabelPruning:
         configurations of their common nodes. A pair is omitted if the minimum memory of all other
         nodes would exceed the rest of the memory limit.
 
-        While there are too many pairs, the threshold is lowered, which drops labels.
+        While there are more than `MAX_JOIN_FACTOR` * `max_labels` pairs, the threshold is lowered,
+        which drops labels.
         """
         shared = [node for node in second.configurations if node in first.configurations]
         while True:
@@ -261,9 +262,9 @@ def eliminate_with_labels(
     """Return the cheapest choice within the memory limit whose relaxed cost is below the final
     threshold of `pruning`, or None if there is none.
 
-    The model must have at most one edge between two nodes. `order` is the elimination order.
-    `pair_bounds` contains one matrix per edge, with a lower bound for each pair of configurations:
-    on the relaxed cost of all choices that contain both.
+    The model must be a result of `merge_edges` (at most one edge between two nodes). `order` is the
+    elimination order. `pair_bounds` contains one matrix per edge, with a lower bound for each pair
+    of configurations: on the relaxed cost of all choices that contain both.
 
     As in `eliminate_in_order`, each node has a bucket, and a list of labels is stored in the bucket
     of the first of its nodes in `order`. When a node is eliminated, the lists in its bucket are
