@@ -35,9 +35,9 @@ _WARM_UP_RUNS = 2
 def measure_operations(
     lap: Sequence[OperationSample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the forward of each distinct operation in `lap` for about `seconds` in all. Return
-    (costs, reasons): the costs of the operations, and a message for each operation that could not
-    run.
+    """Measure the forward of each distinct operation in `lap`, the list of a model's operations
+    with repetitions, for about `seconds` in all. Return (costs, reasons): the costs of the
+    operations, and a message for each operation that could not run.
 
     Each operation runs as an ONNX model with `threads` threads. Its time is the median of its
     kernel time over the runs. ONNX Runtime's profiles are written to `folder`.
@@ -231,8 +231,9 @@ def _random_operators_of(proto: onnx.ModelProto) -> Iterator[str]:
         )
 
     def is_multiplied_by_zero(name: str, depth: int = _MAX_SEARCH_DEPTH) -> bool:
-        """Return True if each chain of readers of the value multiplies it by zero within `depth`
-        operators.
+        """Return True if each path of operators that starts at the value contains a multiplication
+        by zero among its first `depth` operators. Up to there, no value of the path may be an
+        output of the model, and all operators must be in `_ZERO_PRESERVING_OPERATORS`.
         """
         return (
             bool(depth)

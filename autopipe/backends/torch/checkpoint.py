@@ -259,8 +259,9 @@ class FolderLock:
         return True
 
     def claim(self, run: str) -> None:
-        """Write the name `run` to the lock file. Raise ConfigurationError if the folder has
-        checkpoints of another run, which has ended since this run was started.
+        """Write `run`, the name of this run, to the lock file. Do nothing if the file already
+        contains this name. Raise ConfigurationError if it does not and the folder has checkpoints,
+        which then belong to another run.
         """
         if os.pread(self._descriptor, _MAX_RUN_NAME_BYTES, 0) == run.encode():
             return  # This run has claimed the folder before its ranks were restarted.
@@ -465,22 +466,22 @@ def remove_old_checkpoints(
 ) -> None:
     """Remove all checkpoints in `folder` except the `latest` newest ones (0: remove none), those
     whose step is a multiple of `every` (0: no such exception), and those whose folders contain
-    foreign files.
+    files that do not belong to a checkpoint.
     """
     old = committed_steps(folder)[:-latest] if latest else []
     _remove_steps(folder, [step for step in old if not every or step % every])
 
 
 def remove_other_checkpoints(folder: Path, step: int) -> None:
-    """Remove all checkpoints in `folder` except that of step `step`, and except those with foreign
-    files.
+    """Remove all checkpoints in `folder` except that of step `step`, and except those whose folders
+    contain files that do not belong to a checkpoint.
     """
     _remove_steps(folder, [each for each in committed_steps(folder) if each != step])
 
 
 def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
-    """Remove the checkpoints of `steps` from `folder`, except those whose folders contain foreign
-    files.
+    """Remove the checkpoints of `steps` from `folder`, except those whose folders contain files
+    that do not belong to a checkpoint.
     """
     for step in steps:
         old = checkpoint_path(folder, step)

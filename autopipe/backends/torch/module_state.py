@@ -134,10 +134,10 @@ def _counter_increment(node: torch.fx.Node, buffers: Mapping[str, str], name: st
 
 
 def _is_updated_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> bool:
-    """Return True if `node`, the new value of the buffer `name`, is the running statistic that one
-    or several batch normalizations compute in sequence from the old value, and nothing except them
-    and the output reads the intermediate values. `buffers` maps argument names of the traced
-    program to names of buffers.
+    """Return True if `node`, the new value of the buffer `name`, is a running statistic: one or
+    several batch normalizations compute it in sequence from the old value. Only batch
+    normalizations and the program's output may read the results of this sequence. `buffers` maps
+    argument names of the traced program to names of buffers.
     """
     while node.op == "call_function" and node.target is operator.getitem:
         call, result = node.args

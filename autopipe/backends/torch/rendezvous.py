@@ -225,8 +225,8 @@ class RendezvousHandler(DynamicRendezvousHandler):
         return RendezvousInfo(found.store, found.rank, found.world_size, master)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that wait to join. Return 0 if the node of the store has
-        ended, because then the ranks themselves report the lost node.
+        """Return the number of nodes that wait to join. Return 0 if the node that hosts the store
+        has ended, because then the ranks themselves report the lost node.
         """
         try:
             return int(super().num_nodes_waiting())
@@ -350,8 +350,8 @@ def _listen_with_store(address: str, port: int) -> TCPStore | None:
 
 def _agree_on_run_name(store: Store, place: RendezvousConfig) -> str:
     """Return the random name of the run, which the first node writes to the store and all nodes
-    use. If the first node signed the name with another key, write a note for the other nodes and
-    raise LaunchError.
+    use. If the first node signed the name with another secret key than this node's, note this in
+    the store for the other nodes and raise LaunchError.
     """
     signer = Signer(place.key, place.name)
     mine = signer.sign(_RUN_KEY, secrets.token_hex(16).encode())
@@ -431,9 +431,9 @@ class SharedState(BackendRendezvousStateHolder):
         return written
 
     def _check_keys(self) -> None:
-        """Raise LaunchError if a node has left the note that the keys differ. Such a note is
-        ignored once the rendezvous of all nodes was complete, so that an additional node cannot end
-        the run.
+        """Raise LaunchError if a node has noted in the store that it uses another secret key. After
+        a complete rendezvous of all nodes, the note is ignored, so that an additional node cannot
+        end the run.
         """
         self._met |= self._state.complete
         if not self._met and _call_store(

@@ -58,8 +58,8 @@ class Call(Signature):
     def of(
         signature: Signature, codes: tuple[str | None, ...], splits: tuple[Split, ...] = ()
     ) -> Call:
-        """Return the call of a node with the code `codes` of its operands. The device mesh is not
-        set.
+        """Return the call of a node with the code `codes` of its operands. The fields that describe
+        the stage's device mesh keep their defaults.
         """
         own = (
             signature.node,

@@ -1,10 +1,11 @@
 """Fold the repeated layers of a stage into functions: one function per layer class, and a loop or
 calls in `forward`.
 
-The input is the flat form of `forward`: one statement per operator. A block of statements becomes a
-call if another block has an equal *canonical form*, that is, an equal text after each variable,
-parameter, constant and random key is replaced by a number in the order of their first occurrence.
-So the folded program runs exactly the operators of the flat one, in the same order.
+The input is the flat form of `forward`: one statement per operator. A token is a variable, a
+parameter, a constant or a random key (the key of a random operator). The *canonical form* of a
+block of statements is its text with each token replaced by a number, in the order of first
+occurrence. A block becomes a call if another block has an equal canonical form. So the folded
+program runs exactly the operators of the flat one, in the same order.
 
 A function frees the values that it computes where the flat form frees them. Its arguments are freed
 by the caller after the call. The caller of a function therefore keeps the input of a layer until
@@ -32,7 +33,9 @@ MAX_LINE_LENGTH: Final = 120
 _COMMENT_COLUMN: Final = 72
 """Column at which comments of short statements start."""
 _TOKEN: Final = re.compile(r"\bp\.w\d+\b|\bp\.c\d+\b|\bx\d+\b|\b0x[0-9a-f]{16}\b")
-"""A parameter, a constant, a variable, or the key of a random operator."""
+"""Pattern of a token: a parameter, a constant, a variable, or a random key (the key of a random
+operator).
+"""
 _HEAVY_CALL: Final = re.compile(r"\b(linear|matmul|bmm|conv\d?d?|conv_transpose\d?d?|einsum)\(")
 _RESERVED: Final = (
     frozenset(
@@ -59,7 +62,7 @@ class Statement:
     name: str = ""
     """Name of the operator for the comment."""
     facts: str = ""
-    """Shape and splits for the comment."""
+    """Shape of the first result, and splits of the operator over devices, for the comment."""
 
     def lines(self, margin: str = "    ") -> list[str]:
         """Return the source lines. The comment precedes the statement if a line would be too
@@ -79,26 +82,34 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class FoldedBody:
-    """The functions of layers, and the body of `forward` that calls them."""
+    """The source of a stage in folded form: the texts of the functions of its layers, and the lines
+    of the body of `forward`, which calls them.
+    """
 
     functions: tuple[str, ...]
     lines: tuple[str, ...]
     renamed: Mapping[str, str]
-    """Variables of the flat form that have another name in the folded form."""
+    """New names of variables whose names in the folded form differ from those in the flat form (one
+    statement per operator), by old name.
+    """
     hidden: frozenset[str]
-    """Variables of the flat form whose values no variable of `forward` has in the folded form, or
-    that a loop overwrites.
+    """Variables of the flat form (one statement per operator) whose values no variable of `forward`
+    has in the folded form, or that a loop overwrites.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Consecutive statements of one layer, with the tokens that they read from outside."""
+    """The statements of one layer, with indices [start, stop). A token is a variable, a parameter,
+    a constant or a random key.
+    """
 
     start: int
     stop: int
     canonical: str
-    """Text with numbered tokens. Blocks with equal texts can share a function."""
+    """Text of the statements, with a number in place of each token. Blocks with equal texts can
+    share a function.
+    """
     tokens: tuple[str, ...]
     """Distinct tokens in the order of their first occurrence."""
 
@@ -108,7 +119,7 @@ def fold_layers(
     results: Sequence[str],
     names: Mapping[str, str],
 ) -> FoldedBody:
-    """Fold the repeated layers of a flat body.
+    """Fold the repeated layers of a body of `forward` that has one statement per operator.
 
     `results` are the variables that `forward` returns. `names` has the name in the model of each
     parameter and constant, such as `p.w3`. The result depends only on the arguments.
@@ -126,8 +137,8 @@ class _Folding:
         self.statements = statements
         self.names = names
         self.readers: dict[str, list[int]] = defaultdict(list)
-        """For each variable, the indices of the statements that read it; the number of statements
-        for a result.
+        """For each variable, parameter, constant and random key, the indices of the statements that
+        read it. A result of `forward` also has the index after the last statement.
         """
         for index, statement in enumerate(statements):
             for token in dict.fromkeys(_TOKEN.findall(statement.code)):
@@ -167,8 +178,9 @@ class _Folding:
         return FoldedBody(tuple(self.functions), tuple(lines), renamed, frozenset(self.hidden))
 
     def _equal_blocks(self) -> Iterator[list[_Block]]:
-        """Yield lists of two or more blocks with equal canonical forms, for each layer class that
-        shortens the stage.
+        """Yield lists of two or more blocks that are equal except for their variables, parameters,
+        constants and random keys. Lists whose function would save fewer than `_MIN_SAVED_LINES`
+        lines are omitted.
         """
         for repeat in find_repeats(*self._labels()):
             by_form: dict[str, list[_Block]] = defaultdict(list)
@@ -181,9 +193,14 @@ class _Folding:
                     yield blocks
 
     def _labels(self) -> tuple[np.ndarray, Wiring, np.ndarray, np.ndarray]:
-        """Return the arguments of `find_repeats`: the label of each statement, the variables that
-        statements read and write, and for each statement whether it reads a parameter and whether
-        it is a matmul or convolution with a parameter.
+        """Return (labels, wiring, has_parameter, is_heavy), the arguments of `find_repeats`, with
+        one entry per statement.
+
+        labels: a number, equal for statements that are equal except for the numbers in the names of
+        variables, parameters, constants and random keys.
+        wiring: the variables that the statement reads and computes.
+        has_parameter: True if the statement reads a parameter.
+        is_heavy: True if it is a matmul or a convolution with a parameter.
         """
         known: dict[tuple[object, ...], int] = {}
         numbers: dict[str, int] = {}
@@ -234,7 +251,9 @@ class _Folding:
         return _Block(start, stop, "\n".join(texts), tuple(numbers))
 
     def _calls(self, blocks: Sequence[_Block]) -> list[_Call]:
-        """Write the function of equal blocks, and return the call of each block."""
+        """Write the function that computes `blocks`, which have equal canonical forms, and return
+        the call that replaces each block.
+        """
         first = blocks[0]
         inner = {
             target
@@ -279,7 +298,9 @@ class _Folding:
         return any(reader >= block.stop for reader in self.readers[variable])
 
     def _function_name(self, blocks: Sequence[_Block]) -> str:
-        """Return a unique name for the function of blocks, from the names of their parameters."""
+        """Return a unique name for the function that replaces `blocks`, derived from the names of
+        their parameters in the model.
+        """
         slots = [
             tuple(self.names.get(token, "") for token in tokens)
             for tokens in zip(*(block.tokens for block in blocks[:4]), strict=True)
@@ -288,7 +309,10 @@ class _Folding:
         return _unique(_identifier(layer_name(slots) or DEFAULT_NAME), self.function_names)
 
     def _local_names(self, blocks: Sequence[_Block], arguments: Sequence[int]) -> dict[str, str]:
-        """Return the names in the function of the tokens of the first block."""
+        """Return, for each variable, parameter, constant and random key of the first block, its
+        name inside the function. `arguments` are the indices, in the block's `tokens`, of the
+        function's arguments.
+        """
         first = blocks[0]
         used: set[str] = set()
         numbers = itertools.count()
@@ -335,8 +359,9 @@ class _Folding:
         )
 
     def _call_lines(self, run: Sequence[_Call], renamed: dict[str, str]) -> list[str]:
-        """Return the lines of consecutive calls of one function: a loop if each call after the
-        first reads the results of the call before it and otherwise the same variables.
+        """Return the lines of consecutive calls of one function: a loop if `_loop_lines` returns
+        one, otherwise one call after the other. `renamed` has the new names of variables; the new
+        names of the loop's results are added.
         """
         loop = self._loop_lines(run, renamed)
         if loop is not None:
@@ -352,7 +377,13 @@ class _Folding:
         return lines
 
     def _loop_lines(self, run: Sequence[_Call], renamed: dict[str, str]) -> list[str] | None:
-        """Return the lines of a loop over the calls; None if they cannot form a loop."""
+        """Return the lines of a loop over the calls in `run`; None if they cannot form a loop.
+
+        In a loop, all results of a call except the last are arguments of the next call and are read
+        nowhere else. The other variables that calls read are equal in all calls. Parameters,
+        constants and random keys may differ between calls. The results of the last call get new
+        names, which are added to `renamed`.
+        """
         first = run[0]
         if len(run) < _MIN_LOOP_CALLS:
             return None
@@ -428,7 +459,9 @@ class _Call:
     block: _Block
     function: str
     arguments: tuple[str, ...]
-    """Tokens of the caller in the order of the function's arguments."""
+    """Variables, parameters, constants and random keys of the caller, in the order of the
+    function's arguments.
+    """
     results: tuple[str, ...]
     """Variables of the caller that get the results."""
     dead: tuple[str, ...]
@@ -446,7 +479,9 @@ def _kind(match: re.Match[str]) -> str:
 
 
 def _kind_of(token: str) -> str:
-    """Return the kind of a token: variable (x), parameter (w), constant (c) or random key (k)."""
+    """Return the kind of a token as a letter: x for a variable, w for a parameter, c for a
+    constant, k for the key of a random operator.
+    """
     return {"x": "x", "0": "k"}.get(token[0]) or token[2]
 
 
@@ -467,7 +502,9 @@ def _renamed(statement: Statement, names: Mapping[str, str]) -> Statement:
 
 
 def _is_next_call(run: Sequence[_Call], call: _Call, reader: int) -> bool:
-    """Return True if the statement `reader` belongs to the call after `call`."""
+    """Return True if the statement with index `reader` belongs to the call that follows `call` in
+    the list `run`.
+    """
     following = run[run.index(call) + 1]
     return following.block.start <= reader < following.block.stop
 

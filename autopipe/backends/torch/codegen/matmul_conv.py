@@ -220,8 +220,9 @@ def _pooling_window(call: Call) -> SpatialWindow:
 
 
 def _is_torch_pooling_exact(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
-    """Return True if torch's pooling gives the shape of the result. Its pads are equal at both ends
-    of an axis and at most half of a window. `ceil` selects its `ceil_mode`.
+    """Return True if torch's pooling can compute the node: it must give the shape of the node's
+    result, and it requires pads that are equal at both ends of an axis and at most half of a
+    window. `ceil` is the value of torch's `ceil_mode`.
     """
     counts = []
     for extent, begin, reach, stride in zip(
@@ -328,8 +329,9 @@ def _emit_global_max_pool(call: Call) -> str:
 
 
 def _emit_max_unpool(call: Call) -> str:
-    """Return the code of a MaxUnpool. Its indices refer to a tensor whose shape follows from the
-    window, and which can be smaller or larger than the result.
+    """Return the code of a MaxUnpool. The indices in its second operand refer to a tensor whose
+    shape follows from the kernel, strides and pads. This tensor can be smaller or larger than the
+    result.
     """
     node = call.node
     source = call.operand(0).shape

@@ -301,10 +301,10 @@ def _emit_top_k(call: Call) -> str:
 
 
 def _emit_class_loss(call: Call, name: str, alone: str) -> str:
-    """Return the call of a loss over classes. It calls `alone`, a function of one rank, if neither
-    the classes nor (for a loss with weighted or ignored labels) the labels are split; otherwise it
-    calls the runtime's function for the loss `name`. Labels are converted to int64, because torch
-    requires it.
+    """Return the call of a loss over classes. The runtime's function for the loss `name` is called
+    in two cases: if the classes are split, or if the labels are split and some of them may be
+    weighted or ignored. Otherwise `alone`, a function for one rank, is called. Labels are converted
+    to int64, because torch requires it.
     """
     labels = label_axes(call)
     classes = call.group("c")

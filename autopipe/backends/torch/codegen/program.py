@@ -77,8 +77,10 @@ def program_manifest(
     style: Style = "flat",
 ) -> dict[str, Any]:
     """Return the manifest of a program as a JSON object. `home` is the folder of the program.
-    `memory_limits`, `host_bound` and `style` are as in `ProgramFiles`. The module
-    `autopipe.backends.torch.runtime.manifest` reads the manifest.
+    `memory_limits` has the maximum GPU memory of each rank in bytes, () for no limits. `host_bound`
+    has the stages whose host, according to the plan, needs more time than their device. `style` is
+    the form of the generated code. The module `autopipe.backends.torch.runtime.manifest` reads the
+    manifest.
 
     Paths in the manifest are relative to `home` where possible, so that they remain valid if the
     program, its plan and the model are moved together.
@@ -160,8 +162,10 @@ def _predicted_metrics(provenance: Provenance) -> dict[str, float]:
 
 
 def _stage_entry(stage: StageCode, host_bound: bool) -> dict[str, Any]:
-    """Return the manifest entry of a stage. Its key `meshes` lists the mesh axes of the process
-    groups that are smaller than the stage and in which its ranks communicate.
+    """Return the manifest entry of a stage. Its key `meshes` lists the process groups in which
+    ranks of the stage communicate and which do not contain all its ranks, each as mesh axes.
+    `host_bound` is True if, according to the plan, the stage's host needs more time than its
+    device.
     """
     meshes = stage.meshes()
     whole = (MeshAxis(len(stage.devices), 1),)

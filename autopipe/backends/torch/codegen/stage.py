@@ -117,7 +117,9 @@ class ForwardSource:
     arguments: Names
     results: Names
     read: tuple[Names, ...]
-    """Names of the parameters that each recomputed segment reads."""
+    """For each segment (a function whose values backward recomputes), the names of the parameters
+    that it reads.
+    """
     codes: Mapping[str, str]
     """Code of each value (a variable or expression) by the name of the value; "" for a value inside
     the function of a layer.
@@ -139,14 +141,17 @@ class _Segment(NamedTuple):
     operations: tuple[Operation, ...]
     arguments: Names
     flowing: Names
-    """Results through which gradients flow. `others` are the other results."""
+    """Names of the results through which gradients flow. `others` are the names of the other
+    results.
+    """
     others: Names
 
 
 def _segments_of(stage: StageCode) -> list[_Segment]:
-    """Return the segments of a recomputing stage, without those whose results neither a later
-    segment nor the stage's outputs need. The arguments of a segment are the values that it reads
-    and does not compute, except parameters and constants.
+    """Return the segments of a stage: groups of operations that backward recomputes together. A
+    segment is omitted if neither a later segment nor the stage's outputs need its results. The
+    arguments of a segment are the values that it reads and does not compute, except parameters and
+    constants.
     """
     # From the last segment to the first, because a result is needed only if a later segment reads
     # it.
@@ -480,9 +485,10 @@ def _mesh_axes_code(layout: Layout) -> str:
 
 
 def _windows_code(layout: Layout, dtype: DType) -> str:
-    """Return the code of the windowed shards of a layout and, unless it is 0, of the value of
-    elements outside of the tensor. For integers, the smallest integer of the type replaces minus
-    infinity.
+    """Return the code of a layout's windows: a tuple (dimension, step, offset, length) for each
+    dimension that an operator reads through windows, as a convolution does. Unless it is 0, the
+    value of elements outside of the tensor follows after a comma. For integers, the smallest
+    integer of the type replaces minus infinity.
     """
     windows = tuple(
         (dimension, window.step, window.offset, window.length)
@@ -572,7 +578,9 @@ def _import_lines(text: str) -> str:
 
 
 def _type_lines(names: Names, values: tuple[Value, ...]) -> str:
-    """Return the source of a dictionary with the type and shape of each value by its variable."""
+    """Return the source of a dictionary from the variables `names` to the (type, shape) of their
+    values.
+    """
     pairs = zip(names, values, strict=True)
     lines = [
         f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs

@@ -293,9 +293,10 @@ def _time_transfer(transport: Transport, channel: int, size: int) -> float:
 
 
 def _time_message_end(transport: Transport, channel: int, size: int) -> float:
-    """Return the CPU time of rank 0 for one end of a message, a send or a receive: half of the
-    difference between rounds with messages and rounds without. It includes the calls and, on a CPU,
-    the work of gloo's threads and waking the other rank.
+    """Return the seconds that rank 0 spends on one end of a message, a send or a receive. In a
+    round, rank 0 computes, and sends and receives one message. The result is half of the difference
+    between the time of such a round and that of a round without messages. It includes the calls
+    and, on a CPU, the work of gloo's threads and waking the other rank.
     """
     alone = _round_seconds(transport, None, size)
     return (_round_seconds(transport, channel, size) - alone) / 2

@@ -56,8 +56,8 @@ a model, the gradients of the next operator reuse this memory.
 
 Tensors = tuple[torch.Tensor, ...]
 TensorPool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
-"""Operand tensors by type, shape and exclusive limit of their values. Operators share the tensors,
-so that a tensor is in the caches as in a model.
+"""Operand tensors by (type, shape, limit): all values of a tensor are below its limit; None for no
+limit. Operators share the tensors, so that a tensor is in the caches as in a model.
 """
 
 
@@ -157,8 +157,8 @@ class RunnableOperation:
         return any(each.wanted for each in self.operands)
 
     def step(self) -> tuple[RunnableOperation, Tensors]:
-        """Return this operation with new operand tensors, for one position in a lap, because each
-        layer of a model has its own operands.
+        """Return (this operation, new operand tensors) for one use of the operation in a
+        measurement, because each layer of a model has its own operands.
         """
         return self, tuple(each.leaf() for each in self.operands)
 
@@ -191,9 +191,11 @@ def _make_operands(
 
 
 _HOOK_CHAIN_LENGTH = 64
-"""Number of autograd nodes with which the overhead of the hook is measured."""
+"""Number of autograd nodes in the measurement of a hook's overhead. The hook marks the start of a
+node's backward.
+"""
 _HOOK_MEASUREMENT_S = 0.05
-"""Seconds that the measurement of the hook's overhead takes."""
+"""Seconds that the measurement of a hook's overhead takes."""
 
 
 def measure_operations(
@@ -238,8 +240,9 @@ def measure_operations(
 def _time_lap(
     steps: Sequence[tuple[RunnableOperation, Tensors]], watch: Stopwatch, noting: float
 ) -> list[float]:
-    """Run one lap. Return the seconds of each forward, then the seconds of each backward (0 if an
-    operation has none). `noting` is the overhead, in seconds, of marking the start of a backward.
+    """Run one lap: the forwards of all `steps`, then their backwards. Return the seconds of each
+    forward, then the seconds of each backward (0 if an operation has none). `noting` is the
+    overhead, in seconds, of marking the start of a backward; it is subtracted.
     """
     results: list[Tensors] = []
     marks = [watch.mark()]
@@ -294,7 +297,9 @@ def _time_backwards(
 
 
 def _hook_seconds(watch: Stopwatch) -> float:
-    """Return the seconds that the Python hook takes to mark the start of a backward."""
+    """Return the seconds that a Python hook of an autograd node takes to mark the start of the
+    node's backward; 0 on a GPU, where the hook runs while the device computes.
+    """
     if watch.device.type != "cpu":
         # On a GPU, the hook runs on the host while the device computes, so it does not count.
         return 0.0
@@ -412,7 +417,8 @@ def _seconds_per_tensor(run: Callable[[], float], seconds: float) -> float:
 
 
 def _fit_tensor_costs(watch: Stopwatch, timed: MakeTimedFunction, seconds: float) -> TensorCosts:
-    """Return the time per tensor and per byte of the work that `timed` performs. It is derived from
+    """Return the time per tensor and per byte of some work. `timed` returns a function that
+    performs the work on tensors of a given size and returns its seconds. The result is derived from
     a measurement with small tensors and one with large tensors, which take about `seconds` each.
     """
     runs = (timed(watch, count) for count in _ELEMENTS_PER_TENSOR)

@@ -127,14 +127,16 @@ class Manifest:
     low_precision: Annotated[tuple[Index, ...], OmitDefault()] = ()
     """Indices of the parameters of which stages read a 16-bit copy (`Program.low_precision`)."""
     running_calls: Annotated[tuple[RunningStatisticCalls, ...], OmitDefault()] = ()
-    """The BatchNormalization calls that update running statistics that several stages hold
-    (`Program.running_calls`).
+    """For each running statistic that several stages update, the BatchNormalization calls that
+    update it (`Program.running_calls`).
     """
     loss_division: Annotated[LossDivision, OmitDefault()] = field(default=AVERAGED_LOSS)
     lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
     training: Annotated[Training, OmitDefault()] = field(default=Training())
     style: Annotated[Literal["flat", "layers"], OmitDefault()] = "flat"
-    """Form of the files of stages (`codegen --style`)."""
+    """Form of the generated code of stages (`codegen --style`): `flat` has one statement per
+    operator, `layers` has functions for repeated layers.
+    """
 
     @property
     def counts_labels(self) -> bool:

@@ -14,8 +14,8 @@ from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULT_TIMEOUTS
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Options of one rank. If the value None has no other meaning in a field's description, it
-    means that the program's manifest provides the value.
+    """Options of one rank. None means that the program's manifest provides the value, unless the
+    description of the field gives None another meaning.
     """
 
     steps: int = 1
@@ -46,8 +46,8 @@ class RankOptions:
     """Also keep checkpoints after multiples of this number of steps; 0 for none."""
     resume: bool = False
     run: str | None = None
-    """Name of a launch that starts from the beginning and saves checkpoints, equal in its restarts.
-    None for other runs.
+    """Name of the launch, if it starts from the beginning and saves checkpoints, otherwise None. If
+    the ranks are restarted after a failure, the name stays equal.
     """
     trace: Path | None = None
     """Folder to which the times of all tasks of all steps are written; None to write none."""

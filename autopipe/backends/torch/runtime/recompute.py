@@ -24,8 +24,9 @@ the other arguments are tensors. It returns (results with gradients, results wit
 
 
 class recompute:
-    """Decorator of a generated segment. In training, the decorated segment saves only its arguments
-    for the backward and computes its intermediate results again.
+    """Decorator of a segment, a generated function of consecutive operators of a stage. In
+    training, the decorated segment saves only its arguments for the backward, which computes the
+    intermediate results again.
     """
 
     def __init__(self, segment: Segment) -> None:

@@ -1,5 +1,6 @@
 """A torch store whose values are signed. Any process that reaches the port of a rendezvous store
-may write to it; the signature shows which values come from the processes of this run.
+may write to it; the signature shows which values come from the processes of this run, that is, of
+one launch on all its nodes.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ class SendQueue:
         return earliest
 
     def _wait_for_first(self) -> None:
-        """Wait for the first send that was given to the thread. If the send failed, raise its error
-        and keep the send, so that later calls raise the error again.
+        """Wait for the earliest of the sends for which the queue's thread waits. If the send
+        failed, raise its error and keep the send, so that later calls raise the error again.
         """
         self._waited_for[0].result()
         self._waited_for.popleft()
@@ -181,7 +181,7 @@ class SendQueue:
             self._wait_for_first()
 
     def close(self) -> None:
-        """End the thread after the waits that it was given."""
+        """End the thread that waits for sends, after all its sends have ended."""
         self._thread.shutdown()
 
 
@@ -498,9 +498,12 @@ class Transport:
         self._sends = SendQueue(watched=not nccl)
 
     def start(self) -> None:
-        """Join the other ranks of the world. Pin threads to the CPU cores near the GPU, if there is
-        one; unless NCCL is used, then to this rank's part of the machine's cores. Do not join if
-        the world has one rank or if this process already has a process group.
+        """Join the other ranks of the world, unless the world has one rank or this process already
+        has a process group.
+
+        Also pin threads to CPU cores. If the device is a GPU, these are the cores near it. A rank
+        that joins others without NCCL, and with LOCAL_RANK set, is then pinned to its part of the
+        machine's cores instead.
         """
         if self.device.type == "cuda":
             pin_near_device(pci_address(self.device))

@@ -38,7 +38,8 @@ class BlockRequest:
 class StepData:
     """The samples of one step.
 
-    samples: number of samples that come from the data; filler samples do not count.
+    samples: number of samples that come from the data. Filler samples, copies that complete a
+    batch, do not count.
     epoch: the epoch of the samples, counted from 1.
     skipped_samples: number of samples at the end of an epoch that are skipped, because they do not
     fill a batch.
@@ -86,7 +87,7 @@ class BatchReader:
     def _read_block(self, step: int, request: BlockRequest) -> torch.Tensor:
         """Return a block in the element type of the source. It is on the device if random values
         are drawn for it, otherwise in host memory. If the step has less than a batch of samples,
-        filler samples complete the block.
+        filler samples (copies of the step's first sample) complete the block.
         """
         size = self._manifest.micro_batch_size_at(request.stage)
         entry = self._inputs[request.name]

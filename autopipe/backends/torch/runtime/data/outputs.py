@@ -141,8 +141,8 @@ class OutputCollector:
 
     def end_step(self, samples: int) -> None:
         """Start to send this rank's shards of the step to rank 0; on rank 0, write the previous
-        step. The first `samples` samples of the step come from the data, the others are filler
-        samples, which are not written.
+        step. The first `samples` samples of the step come from the data. The others are filler
+        samples, copies that complete the batch; they are not written.
         """
         if self._path is None:
             return
@@ -228,9 +228,10 @@ class OutputCollector:
         parts: Sequence[tuple[OutputStage, TensorSlice, torch.Tensor]],
         samples: int,
     ) -> np.ndarray:
-        """Return one output of a step without filler samples, assembled from `parts`: (stage, slice
-        of the output, shards of all micro-batches, [micro-batches, ...]). `samples` is the number
-        of samples that come from the data.
+        """Return one output of a step, without the outputs of filler samples (copies that complete
+        the batch). It is assembled from `parts`: (stage, slice of the output, shards of all
+        micro-batches, [micro-batches, ...]). `samples` is the number of samples that come from the
+        data.
 
         Rows of the result, along axis 0, are slices along the output's batch axis, or micro-batches
         if the output has no batch axis.

@@ -25,7 +25,8 @@ class RandomSource(SampleSource):
     values on all ranks and devices.
 
     Each input has a Philox key. Element i of the input over all samples, with the batch axis moved
-    to the front and in row-major order, is computed from random word i of this key.
+    to the front and in row-major order, is computed from the random 32-bit word number i of this
+    key.
     """
 
     def __init__(self, manifest: Manifest, seed: int, begin: RunProgress = START_OF_RUN) -> None:
@@ -73,14 +74,16 @@ class RandomSource(SampleSource):
 
 
 def _values_from_words(words: torch.Tensor, below: int | None) -> torch.Tensor:
-    """Return one value for each random word: an integer in [0, below), or a standard normal number
-    if `below` is None.
+    """Return one value for each random 32-bit word in `words` (int32): an integer in [0, below), or
+    a standard normal number if `below` is None.
     """
     return standard_normal(words) if below is None else integers_below(words, below)
 
 
 def _identity(words: torch.Tensor) -> torch.Tensor:
-    """Return `words` unchanged, for `draw_block`."""
+    """Return `words`, random 32-bit words, unchanged. `draw_block` gets this function if the words
+    are converted to values later.
+    """
     return words
 
 

@@ -126,8 +126,8 @@ def read_filled_block(
     box: BlockRanges,
 ) -> np.ndarray:
     """Return the slice `box` of a micro-batch of an input in a step that may have less than a batch
-    of samples; filler samples complete the batch (see `rows_with_filler`). The micro-batch starts
-    `offset` samples into the step. The result is a row-major copy.
+    of samples; filler samples, which `rows_with_filler` defines, complete the batch. The
+    micro-batch starts `offset` samples into the step. The result is a row-major copy.
     """
     return _assemble_block(
         lambda first, stop: rows_with_filler(

@@ -38,8 +38,8 @@ is used.
 @dataclass(frozen=True, slots=True)
 class StageChannel:
     """A channel from a source stage to a target stage, on one rank or two. `gradient` is True if
-    gradients go in the other direction. A slice selects the micro-batches of a stage whose tensors
-    use the channel.
+    gradients go in the other direction. `source_slice` and `target_slice` select the micro-batches
+    of the source and target stage whose tensors use the channel.
     """
 
     channel: int
@@ -200,9 +200,10 @@ class GlobalOrder:
         self._rest: deque[Event] = deque()
 
     def order_of_batch(self, step: Callable[[], None]) -> list[Event]:
-        """Return the tasks and messages of one batch in the global order. The first call calls
-        `step` only to record which tasks it runs, without computing, and derives the order from the
-        tasks of all ranks. So the first call is collective over all ranks.
+        """Return this rank's tasks and messages of one batch in the global order. `step` is the
+        generated function that runs a batch. The first call of this method calls `step` only to
+        record which tasks it runs, without computing. It then derives the order from the tasks of
+        all ranks, so it is collective over all ranks.
         """
         if self._order is None:
             step()
@@ -210,14 +211,16 @@ class GlobalOrder:
         return self._order
 
     def begin_batch(self, step: Callable[[], None]) -> None:
-        """Start a batch. In a validation, only forward tasks and their messages are expected."""
+        """Start a batch, which the generated function `step` will run. In a validation, only
+        forward tasks and their messages are expected.
+        """
         order = self.order_of_batch(step)
         self._rest.extend(order if self._rank.training else filter(_is_forward, order))
 
     def exchange_before(self, task: Task | None) -> bool:
-        """Exchange all messages that precede `task` in the order, and return True. None stands for
-        the end of the batch. While tasks are being recorded, record `task` and return False; the
-        caller must then not run it.
+        """Exchange all messages that precede `task` in the global order, and return True; if `task`
+        is None, exchange all remaining messages of the batch. While the order is not known yet,
+        record `task` and return False; the caller must then not run the task.
         """
         if self._order is None:
             assert task is not None, "tasks are being recorded"

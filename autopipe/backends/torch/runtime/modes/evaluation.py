@@ -45,17 +45,20 @@ def evaluation_settings(manifest: Manifest, options: RankOptions) -> Evaluation:
 class ValidationSource(SampleSource):
     """A source that returns each sample of `source`, which must end, once and in order.
 
-    The last batch is filled with copies of the last sample. A micro-batch of copies of this sample
-    follows, unless filler samples have ignored labels (see the module). If the loss of a batch
-    cannot be computed from the losses of its micro-batches, samples that do not fill a batch are
-    omitted.
+    The last batch is completed with filler samples, copies of the last sample. If a micro-batch
+    contains both samples of the data and filler samples, a micro-batch of filler samples only
+    follows, which measures the loss of the last sample. It is not needed if filler samples have
+    ignored labels. If the loss of a batch cannot be computed from the losses of its micro-batches,
+    samples that do not fill a batch are omitted.
     """
 
     def __init__(self, manifest: Manifest, source: SampleSource) -> None:
         super().__init__(manifest, START_OF_RUN)
         self.source = source
         self.samples: int | None = None
-        """Number of samples that count. None until the end of the source is reached."""
+        """Number of samples of `source` that count in the loss of the validation. None until the
+        end of the source is reached.
+        """
         self._ignores = any(entry.ignored is not None for entry in manifest.inputs)
 
     def sample_count(self, step: int) -> int:

@@ -82,7 +82,9 @@ class _SamplingGroup:
 
 
 class TokenExchange:
-    """Distributes the new tokens of each group from its sampler to all other ranks."""
+    """Distributes the new tokens of each group, the sequences of one micro-batch, to all ranks. One
+    rank per group, its sampler, has chosen them.
+    """
 
     def __init__(self, rank: RankContext, groups: Sequence[_SamplingGroup]) -> None:
         self._rank = rank
@@ -192,8 +194,8 @@ class Generation(BatchReader):
             _SamplingGroup(number, place, rows) for number, (place, rows) in enumerate(places)
         ]
         self._steps = [-1] * len(self._groups)
-        """For each group, the index of the last step for which its slots have been prepared; -1 for
-        none.
+        """For each group of rows (micro-batch), the index of the last step for which the states of
+        its rows have been prepared; -1 for none.
         """
         self._exchange = TokenExchange(rank, self._groups)
         self._caches: dict[tuple[int, int, str], torch.Tensor] = {}
@@ -293,8 +295,9 @@ class Generation(BatchReader):
         return most > 0
 
     def _prepare_slots(self, step: int, rows: range) -> None:
-        """Prepare the slots of the groups that contain any of `rows` for step `step`. A slot that
-        is at the previous step advances; this waits for the tokens of the previous step.
+        """Prepare the slots, the states of the rows of the batch, for step `step`: all slots of
+        each group (micro-batch) that contains any of `rows`. If a group is not yet at this step,
+        wait for its tokens of the previous step and advance its slots.
         """
         for group in self._groups:
             if (
@@ -332,8 +335,8 @@ class Generation(BatchReader):
         return block.to(self._rank.device, self._dtype_of(request), non_blocking=True)
 
     def _token_ids(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
-        """Return the token ids that the current step processes, int64 [slots, step length]. Unused
-        positions have the id 0.
+        """Return the token ids that the current step processes, int64 [slots, step length], for
+        some rows of the batch. A slot is the state of a row. Unused positions have the id 0.
         """
         made = np.zeros((len(slots), self.decoder.step_length), np.int64)
         for row, slot in zip(made, slots, strict=True):

@@ -321,9 +321,11 @@ def rotary_embedding(
     width: int = 0,
     head_axis: int = 1,
 ) -> Tensor:
-    """Return `rotary` of x with cosines and sines [b, s, width / 2] or, if `positions` [b, s] is
-    given, with the rows of the tables [positions, width / 2] at these positions. x is [b, h, s, d];
-    with `head_axis` 2, it is [b, s, h, d].
+    """Return x with its features rotated by `rotary`. x is [b, h, s, d]; with `head_axis` 2, it is
+    [b, s, h, d].
+
+    `cosines` and `sines` are [b, s, width / 2]. If `positions` [b, s] is given, they are tables
+    [positions, width / 2] instead, whose rows at these positions are used.
     """
     if positions is not None:
         cosines = F.embedding(positions, cosines)

@@ -29,8 +29,9 @@ None. If the weights are packed integers, scales follow, and zero points or None
 
 @dataclass(frozen=True, slots=True)
 class _MixtureSettings:
-    """All settings of a mixture; the tensors are separate. In its methods, `layers` are all tensors
-    of the three layers. This rank has a shard of the experts with `group`, otherwise all experts.
+    """The settings of a mixture of experts, without its tensors. In the methods, `layers` are all
+    tensors of the experts' layers: first, second and gate. If `group` is given, each of its ranks
+    has a shard of the experts; otherwise this rank has all experts.
     """
 
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -63,8 +64,11 @@ class _MixtureSettings:
 
     def entries_by_expert(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (expert, entries) for each expert of this rank that is selected for any token.
-        `expert` is its index on this rank, of `experts` experts. `entries` are the indices in the
-        flattened `chosen` [tokens, k] at which it is selected.
+        `chosen` [tokens, k] has the experts that are selected for each token, and `experts` is the
+        number of experts on this rank.
+
+        expert: index of the expert on this rank.
+        entries: indices in the flattened `chosen` at which the expert is selected.
         """
         order = chosen.flatten().argsort(stable=True)
         first = 0 if self.group is None else self.group.position * experts
@@ -166,8 +170,9 @@ class _Experts(torch.autograd.Function):
 def _routing_gradients(
     routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor
 ) -> Iterator[Tensor | None]:
-    """Yield the gradients of the two routing operands, None for one that needs none. `gradient` is
-    the gradient of `shares`, the weights that were computed from the operands.
+    """Yield the gradient of each of the two tensors in `routing`, from which `shares`, the weights
+    of the selected experts, were computed; None for a tensor that needs no gradient. `gradient` is
+    the gradient of `shares`.
     """
     leaves = [each for each in routing if each is not None and each.requires_grad]
     told = (
@@ -275,7 +280,7 @@ def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) 
 
 
 def _identity_route(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the arguments: they already are the selected experts and their weights."""
+    """Return (chosen, shares) unchanged: the selected experts of each token, and their weights."""
     return chosen, shares
 
 
@@ -285,8 +290,9 @@ def _apply_mixture(
     routing: tuple[Tensor | None, Tensor | None],
     operands: Iterable[Tensor | None],
 ) -> Tensor:
-    """Return the result of a mixture for x. `routing` are the two operands of `settings.route`,
-    `operands` all tensors of the layers.
+    """Return the result of a mixture of experts for the tokens x. `routing` are the two arguments
+    of `settings.route`, from which it selects the experts. `operands` are all tensors of the
+    experts' layers.
     """
     # x is converted to autocast's type here, so that it is saved for backward in this type.
     x = x.to(_autocast_type(x) or x.dtype)

@@ -120,8 +120,8 @@ def deform_conv(
     offset_groups: int,
 ) -> Tensor:
     """Return a deformable convolution of images (Dai et al., "Deformable Convolutional Networks",
-    2017; with a mask: Zhu et al., 2019). Each tap of the kernel reads x at an offset of its own in
-    each window, by bilinear interpolation.
+    2017; with a mask: Zhu et al., 2019). Each tap (element of the kernel) reads x at an offset of
+    its own in each window, by bilinear interpolation.
 
     x is [n, c, h, w], offset is [n, offset_groups * kh * kw * 2, oh, ow], mask is [n, offset_groups
     * kh * kw, oh, ow]; kh and kw are the sizes of the kernel. `begin` are the pads before each
@@ -134,8 +134,8 @@ def deform_conv(
     shifts = offset.reshape(batch, offset_groups, taps, 2, oh, ow)
 
     def unshifted_positions(axis: int, count: int) -> Tensor:
-        """Return the positions along a spatial axis that the taps read without offset: [size of the
-        kernel, count], for `count` windows.
+        """Return the positions along a spatial axis that the elements of the kernel would read
+        without an offset: [size of the kernel, count], for `count` windows.
         """
         starts = torch.arange(count, device=x.device, dtype=x.dtype) * strides[axis] - begin[axis]
         steps = (
@@ -334,10 +334,10 @@ def _source_positions(resized: ResizedAxis, extent: int, rule: str, device: torc
 def _interpolation_taps(
     places: Tensor, support: int, coefficient: float, stretch: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (taps, weights), each [result, taps]: the indices in x that each element of the result
-    reads along one axis, which may be outside of x, and their weights. `places` are the positions
-    in x; `support` is the radius of the kernel, 1 if linear and 2 if cubic; a `stretch` below 1
-    widens the kernel, for antialiasing.
+    """Return (indices, weights), each [size of the result, elements read]: the indices in x that
+    each element of the result reads along one axis, and their weights. An index may be outside of
+    x. `places` are the positions in x; `support` is the radius of the kernel, 1 if linear and 2 if
+    cubic; a `stretch` below 1 widens the kernel, for antialiasing.
     """
     first = math.floor(-support / stretch) + 1
     offsets = torch.arange(first, 2 - first, device=places.device)
@@ -368,13 +368,14 @@ def roi_align(
     largest: bool,
 ) -> Tensor:
     """Return the `regions` [n, 4], given as x1, y1, x2, y2, of images, as [n, channels, *size].
-    Region i is in `images[owners[i]]`. An element of the result is a bin; its value is the mean of
-    bilinear samples in the bin, or their maximum if `largest` (He et al., "Mask R-CNN", 2017).
-    Coordinates are multiplied by `scale`.
+    Region i is in `images[owners[i]]`. Each region is divided into `size` bins, and an element of
+    the result belongs to a bin. Its value is the mean over points in the bin of the bilinearly
+    interpolated image, or the maximum if `largest` (He et al., "Mask R-CNN", 2017). Coordinates are
+    multiplied by `scale`; with `half_pixel`, 0.5 is then subtracted.
 
-    `samples` is the number of samples per bin and axis. If it is 0, there is about one sample per
-    pixel of the bin. As ONNX defines it, the maximum is over the four weighted pixels around each
-    sample.
+    `samples` is the number of points per bin along each axis. If it is 0, there is about one point
+    per pixel of the bin. As ONNX defines it, the maximum is over the four weighted pixels around
+    each point.
     """
     starts, ends = (
         (regions.detach() * scale - (0.5 if half_pixel else 0.0))
@@ -411,8 +412,9 @@ def _align_regions(
     samples: Sequence[int],
     largest: bool,
 ) -> Tensor:
-    """Return regions as `roi_align` does, with `samples` (down, across) samples per bin for all
-    regions. `starts` and `extents` [n, 2] are (row, column) and (height, width) of each region.
+    """Return regions as `roi_align` does, with `samples` = (down, across) points per bin along each
+    axis, for all regions. `starts` and `extents` [n, 2] are (row, column) and (height, width) of
+    each region.
     """
     (rows, is_in_y), (columns, is_in_x) = (
         _bin_samples(
@@ -445,10 +447,12 @@ def _align_regions(
 def _bin_samples(
     starts: Tensor, extents: Tensor, bins: int, samples: int, pixels: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return ([(low, weight), (high, weight)], inside) for all samples along one axis, each [n,
-    bins * samples]. low and high are the pixels before and after a sample, with their weights for
-    linear interpolation. inside is true for samples inside of the image, which has `pixels` pixels.
-    A region is [start, start + extent).
+    """Return ([(low, weight), (high, weight)], inside) for the points at which an image is
+    interpolated, along one axis. All tensors are [n, bins * samples], for n regions with `bins`
+    bins and `samples` points per bin. Region i is [starts[i], starts[i] + extents[i]).
+
+    low, high: the pixels before and after a point, with their weights for linear interpolation.
+    inside: true for points inside of the image, which has `pixels` pixels.
     """
     numbers = torch.arange(bins * samples, device=starts.device, dtype=starts.dtype)
     places = starts + (numbers + 0.5) * (extents / bins / samples)
@@ -461,9 +465,9 @@ def _bin_samples(
 
 def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scale: float) -> Tensor:
     """Return the `regions` [n, 5], given as image, x1, y1, x2, y2, of images, as [n, channels,
-    *size]. An element of the result is a bin; its value is the maximum of the pixels in the bin, 0
-    if there are none (Girshick, "Fast R-CNN", 2015). Coordinates are multiplied by `scale` and
-    rounded to pixels; both corners belong to the region.
+    *size]. Each region is divided into `size` bins. An element of the result is the maximum of the
+    pixels in a bin, 0 if there are none (Girshick, "Fast R-CNN", 2015). Coordinates are multiplied
+    by `scale` and rounded to pixels; both corners belong to the region.
     """
     corners = regions[:, 1:].detach() * scale
     corners = torch.where(corners < 0, (corners - 0.5).ceil(), (corners + 0.5).floor())
@@ -534,8 +538,9 @@ def suppressed(
 
 
 def _pick_boxes(facts: Tensor, number: Tensor) -> Tensor:
-    """Return the entries of `facts` [..., images, 1, boxes] for the boxes with the indices `number`
-    [images, classes, 1]: [..., images, classes, 1].
+    """Return the entries of `facts` [..., images, 1, boxes], such as the areas of all boxes, for
+    the boxes with the indices `number` [images, classes, 1]. The result is [..., images, classes,
+    1].
     """
     outer = facts.shape[:-3]
     spread = facts.expand(*outer, *number.shape[:2], facts.shape[-1])

@@ -29,13 +29,15 @@ def linear_attention(
     groups: int,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, S). For each token, the state becomes S ← exp(g) S + k uᵀ, and the result is y =
-    scale · Sᵀ q. Here u = v or, if `beta` is given, u = β (v - exp(g) Sᵀ k) with the former S.
+    """Return (y, S): the results of all tokens, and the state after the last token. Let q, k and v
+    be the query, key and value of a token, and g and β its `decay` and `beta`. The token changes
+    the state to S ← exp(g) S + k uᵀ, and its result is y = scale · Sᵀ q. Here u = v or, if `beta`
+    is given, u = β (v - exp(g) Sᵀ k) with the former S.
 
-    Queries q, keys k and values v are [b, t, h · d] for b samples, t tokens, h heads and d
-    features. `decay` g is [b, t, h] or [b, t, h · d], `beta` β is [b, t, h or 1], and the state S
-    is [b, h, d of keys, d of values]. Keys, values and states have `groups` heads; each serves an
-    equal number of the query `heads`. The default of `scale` is 1 / sqrt(d).
+    Queries, keys and values are [b, t, h · d] for b samples, t tokens, h heads and d features.
+    `decay` g is [b, t, h] or [b, t, h · d], `beta` β is [b, t, h or 1], and the state S is [b, h, d
+    of keys, d of values]. Keys, values and states have `groups` heads; each serves an equal number
+    of the query `heads`. The default of `scale` is 1 / sqrt(d).
 
     The tokens are computed in chunks. Within a chunk, the vectors u are the solution of a
     triangular system (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
@@ -105,9 +107,10 @@ def _apply_decay(x: Tensor, total: Tensor | None) -> Tensor:
 
 
 def _decayed_scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
-    """Return a matrix of scores [..., t, t]: for each token of `left`, the dot product with itself
-    and each previous token of `right`, multiplied by the decay between the two tokens; 0 for later
-    tokens. `total` is the sum of the decays from the start of the chunk.
+    """Return scores [..., t, t] of the t tokens of a chunk. Entry (i, j) for j <= i is the dot
+    product of row i of `left` and row j of `right`, in which each product is multiplied by
+    exp(total[i] - total[j]), the decay between the two tokens. Entries for j > i are 0. `total` is
+    the cumulative sum of the decays from the start of the chunk, None without decay.
     """
     size = left.shape[-2]
     before = torch.ones(size, size, dtype=torch.bool, device=left.device).tril()

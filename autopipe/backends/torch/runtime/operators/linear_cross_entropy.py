@@ -79,8 +79,9 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of each label, multiplied by its weight in `own`, 0 for labels of other ranks.
-    `places` contains the index of each label among this rank's classes.
+    """The loss of each label, multiplied by the label's weight in `own`. The weight is 0 if the
+    label is not one of this rank's classes. `places` contains the index of each label among this
+    rank's classes.
     """
 
     @staticmethod

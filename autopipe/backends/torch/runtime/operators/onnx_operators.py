@@ -495,7 +495,7 @@ def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 _VALUES_PER_WORD = 1 << 32
-"""Number of values that a random word can have."""
+"""Number of values that a random word of 32 bits can have."""
 _MIN_INT32 = -(1 << 31)
 """Smallest value of int32."""
 _MAX_INT32 = (1 << 31) - 1
@@ -554,8 +554,8 @@ def uniform(
 ) -> Tensor:
     """Return random numbers from `low` to `high`, bitwise equal on every device.
 
-    The product of 29 bits of a random word and a float32 is exact in float64. So the result does
-    not depend on whether a compiler fuses the multiplication with the addition.
+    The product of 29 bits of a random 32-bit word and a float32 is exact in float64. So the result
+    does not depend on whether a compiler fuses the multiplication with the addition.
     """
     step = _round_to_float32(high - low) * 2.0**-29
 
@@ -601,5 +601,7 @@ def multinomial(logarithms: Tensor, count: int, stream: RandomStream, dtype: tor
 
 
 def _unsigned_words(stream: RandomStream, shape: tuple[int, ...]) -> Tensor:
-    """Return random words of a stream as integers in [0, 2³²), int64."""
+    """Return a tensor of shape `shape` with random 32-bit words of a stream, as integers in [0,
+    2³²), int64.
+    """
     return stream.draw(shape, as_unsigned, torch.int64)

@@ -125,8 +125,8 @@ class RecurrentLayer:
         )
 
     def run_stepwise(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Run the layer step by step. `make` returns the cell of a direction. Return the outputs of
-        all steps, then the final states.
+        """Run the layer step by step. Return the outputs of all steps, then the final states.
+        `make` returns the cell of a direction, the function that computes one step.
 
         A sample that is shorter than the longest sample keeps its state after its end; its further
         outputs are 0. Activations with parameters take the values of `alpha` and `beta` in order.

@@ -172,7 +172,8 @@ def _negative_log_likelihoods(
     logarithms: Tensor, places: Tensor, own: Tensor, group: Group
 ) -> Tensor:
     """Return the loss of each label: minus its log-probability, multiplied by its weight in `own`.
-    The arguments are as for `losses_of` in `_sharded_loss`.
+    `logarithms` has this rank's log-probabilities, with its classes in dimension 1, and `places`
+    the index of each label among these classes. `own` is 0 for labels of other ranks.
     """
     picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
     return -(picked * own).masked_fill(own == 0, 0)
@@ -192,9 +193,9 @@ def _sharded_loss(
     """Return this rank's partial loss over classes (dimension 1), which are sharded: the loss of
     the labels in this rank's range of classes.
 
-    `weight` [all classes] has the weights of classes. Each rank has all labels. Only if `batch` is
-    given, the labels are sharded over that group, and a mean divides by the total weight of the
-    labels of all its ranks.
+    `weight` [all classes] has the weights of classes. If `batch` is None, each rank has all labels.
+    Otherwise the labels are sharded over the group `batch`, and a mean divides by the total weight
+    of the labels of all its ranks.
 
     `losses_of` returns the loss of each label. Its arguments are the scores, the index of each
     label in this rank's shard, the weight of each label (0 if the label belongs to another rank),

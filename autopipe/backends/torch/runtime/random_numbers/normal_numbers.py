@@ -42,7 +42,7 @@ _NEGATIVE_BIT: Final = 1 << (31 - _DROPPED_BITS)
 
 
 def standard_normal(words: Tensor) -> Tensor:
-    """Return a standard normal number for each random word, float32."""
+    """Return a standard normal number, float32, for each random 32-bit word in `words` (int32)."""
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.autopipe.standard_normal(words)
         return found
@@ -50,8 +50,8 @@ def standard_normal(words: Tensor) -> Tensor:
 
 
 def _interpolate(words: Tensor) -> Tensor:
-    """Return a standard normal number for each random word, float32, computed by torch
-    operators.
+    """Return a standard normal number, float32, for each random 32-bit word in `words` (int32),
+    computed by torch operators.
     """
     intercepts, slopes = _tables_on(words.device)
     shifted = words.to(torch.float32).add_(0.5)
@@ -84,7 +84,9 @@ _TABLES_BY_DEVICE: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (intercepts, slopes) on a device. They are copied to each device once."""
+    """Return (intercepts, slopes) of the linear interpolation, on a device. They are copied to each
+    device once.
+    """
     if device in _TABLES_BY_DEVICE:
         return _TABLES_BY_DEVICE[device]
     # The copies are blocking, because work on another stream may read the table next.

@@ -134,7 +134,8 @@ class CounterRows:
 
 def draw_words(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
     """Return the random words of blocks [start, stop) of each row, int32 [rows, 4 · (stop -
-    start)]. Uses the fastest implementation for the device.
+    start)]. A row is a sequence of blocks of four words. Uses the fastest implementation for the
+    device.
     """
     kernel = _kernel_for(rows.first)
     if kernel is not None:
@@ -144,7 +145,7 @@ def draw_words(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
 
 def draw_words_by_operators(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
     """Return the random words of blocks [start, stop) of each row, as `draw_words` does, by torch
-    operators. Works on any device.
+    operators. A row is a sequence of blocks of four words. Works on any device.
     """
     position = rows.first + torch.arange(start, stop, device=rows.first.device)
     second = position >> 32 if rows.second is None else rows.second
@@ -167,13 +168,13 @@ def draw_sequence(key: tuple[int, int], start: int, count: int) -> Tensor:
 
 
 def as_unsigned(words: Tensor) -> Tensor:
-    """Return random words as integers in [0, 2³²), int64."""
+    """Return random words (int32, which hold unsigned integers) as integers in [0, 2³²), int64."""
     return words.to(torch.int64).bitwise_and_(LOW_32_BITS)
 
 
 def integers_below(words: Tensor, below: int) -> Tensor:
-    """Return an integer in [0, below) for each random word, int64: the high half of word · below.
-    If `below` exceeds 2³¹, 2³¹ is used.
+    """Return an integer in [0, below) for each random word, int64: word · below / 2³², rounded
+    down, with the word as an unsigned integer. If `below` exceeds 2³¹, 2³¹ is used.
     """
     return (as_unsigned(words) * min(below, 1 << 31)).bitwise_right_shift_(32)
 

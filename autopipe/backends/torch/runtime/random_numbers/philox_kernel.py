@@ -24,7 +24,9 @@ _VARIABLE_ARGUMENTS = [
     "width",
     "total",
 ]
-"""Arguments whose values vary. Triton must not compile specialised kernels for values of them."""
+"""Arguments of the kernel whose values vary between calls. Triton must not compile a specialised
+kernel for a particular value.
+"""
 
 
 @triton.jit(do_not_specialize=_VARIABLE_ARGUMENTS)  # type: ignore[untyped-decorator]
@@ -77,8 +79,8 @@ def draw_words_by_kernel(
     stop: int,
     key: Key,
 ) -> Tensor:
-    """Return the random words of blocks [start, stop) of each row, as `philox.draw_words` does. The
-    tensors are those of `philox.CounterRows`.
+    """Return the random words of blocks [start, stop) of each row, as `philox.draw_words` does. A
+    row is a sequence of blocks of four words. The tensors are those of `philox.CounterRows`.
     """
     device = first.device
     counters = (first, first if second is None else second, third, fourth)

@@ -28,8 +28,8 @@ def draw_words_by_numpy(
     stop: int,
     key: Key,
 ) -> Tensor:
-    """Return the random words of blocks [start, stop) of each row, as `philox.draw_words` does. The
-    tensors are those of `philox.CounterRows`.
+    """Return the random words of blocks [start, stop) of each row, as `philox.draw_words` does. A
+    row is a sequence of blocks of four words. The tensors are those of `philox.CounterRows`.
     """
     blocks: Words = np.arange(start, stop).astype(np.uint64)
     position = _as_unsigned_array(first) + blocks

@@ -142,7 +142,7 @@ class RandomStream:
         self, shape: tuple[int, ...], make: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> Tensor:
         """Return this rank's shard of the random tensor, of shape `shape` and type `dtype`. `make`
-        maps random words to elements, and must be elementwise.
+        maps random 32-bit words (int32) to elements, and must be elementwise.
         """
         *outer, last = shape or (1,)
         rows, samples, blocks, lead = self._counters(outer, last)
@@ -189,13 +189,13 @@ class RandomStream:
         return words.gather(-1, picked).squeeze(-1).to(torch.int32)
 
     def _counters(self, outer: list[int], last: int) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-        """Return (rows, samples, blocks, lead), which determine the counters of this rank's
-        elements. `outer` are the sizes of all dimensions but the last on this rank, `last` is the
-        size of the last.
+        """Return (rows, samples, blocks, lead), which determine the Philox counters of this rank's
+        elements. A row consists of the elements along the last dimension. `outer` are the sizes of
+        all dimensions but the last on this rank, `last` is the size of the last.
 
         rows: position of each row, an index into the outer dimensions, [rows, 1].
         samples: number in the step of the sample of each row, [rows, 1].
-        blocks: index of the first block of four words of a row, [1, 1].
+        blocks: index of the first block (four random words) of a row that this rank needs, [1, 1].
         lead: number of words in this block that precede this rank's words.
 
         If the last dimension counts samples, `samples` is [rows, last]; `blocks` [1, last] is the

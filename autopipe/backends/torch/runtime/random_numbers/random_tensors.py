@@ -1,7 +1,8 @@
 """Slices of random tensors, which are drawn on any device without the rest of the tensor.
 
 Element i of a tensor, in row-major order, is computed from random word i of the tensor's key. A
-slice consists of runs of contiguous elements, which are drawn in pieces.
+slice consists of runs, sequences of elements that are contiguous in the tensor. It is drawn in
+pieces: parts of a run, or several runs.
 """
 
 from __future__ import annotations
@@ -35,24 +36,26 @@ results fit into the cache of a core; on a GPU, the number suffices to keep the 
 
 @dataclass(frozen=True, slots=True)
 class ContiguousRuns:
-    """The runs of contiguous elements that form a slice of a tensor, in row-major order. Each run
-    has `length` elements. The runs form a grid with a dimension for each outer dimension of the
-    slice.
+    """The runs that form a slice of a tensor, in row-major order. A run is a sequence of `length`
+    elements that are contiguous in the tensor. The slice has one run per index of its outer
+    dimensions, over which a run does not extend.
     """
 
     first: int
     """Position in the tensor of the slice's first element."""
     length: int
     counts: tuple[int, ...]
-    """Sizes of the grid of runs, from the outermost dimension to the innermost; () if there is one
-    run.
+    """Sizes of the slice in its outer dimensions, from the outermost to the innermost; () if there
+    is one run.
     """
     strides: tuple[int, ...]
-    """For each dimension of the grid, the distance of neighbouring runs in elements."""
+    """For each outer dimension of the slice, the distance of neighbouring runs in the tensor, in
+    elements.
+    """
 
     @property
     def count(self) -> int:
-        """Number of runs."""
+        """Number of runs, sequences of contiguous elements, that form the slice."""
         return math.prod(self.counts) if self.length else 0
 
     def positions(self, start: int, stop: int) -> Positions:
@@ -68,8 +71,8 @@ class ContiguousRuns:
 
 
 def contiguous_runs(shape: tuple[int, ...], box: TensorSlice) -> ContiguousRuns:
-    """Return the runs of the slice `box` of a tensor of shape `shape`. The runs are as long as
-    possible.
+    """Return the runs (sequences of elements that are contiguous in the tensor) that form the slice
+    `box` of a tensor of shape `shape`. The runs are as long as possible.
     """
     first = 0
     length = 1
@@ -99,8 +102,8 @@ def draw_block(
     threads: int = 1,
 ) -> Tensor:
     """Return the slice `box` of a random tensor of shape `shape`, with element type `dtype`. `make`
-    maps random words to elements, and must be elementwise. On a CPU, up to `threads` threads draw a
-    large slice.
+    maps random 32-bit words (int32) to elements, and must be elementwise. On a CPU, up to `threads`
+    threads draw a large slice.
     """
     block = torch.empty(box.shape, dtype=dtype, device=device)
     flat = block.view(-1)
@@ -130,8 +133,9 @@ def _pieces_of_worker(
     runs: ContiguousRuns, piece: int, worker: int, workers: int
 ) -> Iterator[tuple[int, Positions, int]]:
     """Yield (place, starts, length) for each piece of a slice that worker number `worker` of
-    `workers` draws: each `workers`-th piece. `piece` is the approximate number of elements of a
-    piece.
+    `workers` draws: each `workers`-th piece. A piece is a part of a run, or several runs; a run is
+    a sequence of elements that are contiguous in the tensor. `piece` is the approximate number of
+    elements of a piece.
 
     place: index in the slice of the piece's first element.
     starts: positions in the tensor at which the runs of the piece begin.
@@ -158,8 +162,8 @@ def _pieces_of_worker(
 
 
 def _words_of_runs(starts: Positions, length: int, key: Key, device: torch.device) -> Tensor:
-    """Return the random words of runs of `length` words each, which begin at the positions `starts`
-    of the key's sequence; int32 [runs, length].
+    """Return the random words at the positions [start, start + length) of the key's sequence, for
+    each start in `starts`; int32 [starts, length].
     """
     first, lead = np.divmod(starts, WORDS_PER_BLOCK)
     blocks = -(-(int(lead.max()) + length) // WORDS_PER_BLOCK)

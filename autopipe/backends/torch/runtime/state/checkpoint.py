@@ -173,8 +173,8 @@ class Snapshot:
         """Return this rank's part of the manifest of the checkpoint. `files.merge_manifests` merges
         the parts of all ranks.
 
-        `rank` has written `file`; `offsets` has the position of each tensor in it, in bytes, by
-        key.
+        `rank` has written `file`; `offsets` has the position of each tensor in the file, in bytes,
+        by key.
         """
 
         def tensor_entry(

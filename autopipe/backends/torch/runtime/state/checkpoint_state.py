@@ -145,9 +145,9 @@ COUNTER_STATES = frozenset({"step"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedBlock:
-    """The part of a tensor that a rank writes to a checkpoint: the block `piece` of a parameter if
-    `state` is "", otherwise of the parameter's optimizer state with this name. `key` names it in
-    the rank's file.
+    """A part of a tensor that a rank writes to a checkpoint: the block `piece` of a parameter's
+    value if `state` is "", otherwise of the parameter's optimizer state of this name. `key` is the
+    name of the part in the rank's file.
     """
 
     key: str

@@ -63,9 +63,10 @@ def init_shard(
 def _elements_from_words(
     words: torch.Tensor, *, normal: bool, scale: float, whole: bool
 ) -> torch.Tensor:
-    """Return an initial value for each random word: normal with standard deviation `scale` if
-    `normal`, otherwise uniform in [-scale, scale]. The values are rounded down to int64 if `whole`;
-    otherwise they are float32, which the caller converts to the parameter's type.
+    """Return an initial value for each random 32-bit word in `words` (int32): normal with standard
+    deviation `scale` if `normal`, otherwise uniform in [-scale, scale]. The values are rounded down
+    to int64 if `whole`; otherwise they are float32, which the caller converts to the parameter's
+    type.
     """
     if normal:
         numbers = standard_normal(words).mul_(float(np.float32(scale)))

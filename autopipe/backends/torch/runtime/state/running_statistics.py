@@ -129,9 +129,10 @@ class RunningStatistics:
         the end of a step: it becomes factor · value + addend. Discard the statistics of the step.
 
         A step has `micro_batches` micro-batches, each of which updates a running value once per
-        call of its BatchNormalization. `calls` has the calls of all stages for running values that
-        several stages update, by `id` of the running value. For other running values, the calls of
-        this stage are all calls.
+        call of its BatchNormalization. `calls` describes the running values that several stages
+        update: by `id` of the running value, the BatchNormalization calls of all stages that update
+        it. If a running value is not in `calls`, only calls of this stage update it in the forward
+        of a micro-batch.
         """
         added: list[Tensor] = []
         weights: list[tuple[float, float]] = []
@@ -166,8 +167,8 @@ def _statistic_weights(
     decay: factor of the previous running value in the new one.
 
     If the calls that update a running value have the momenta m_1 ... m_k in their order, the weight
-    of call j is (1 - m_j) m_(j+1) ... m_k, and the decay is m_1 ... m_k. `calls` is as in
-    `RunningStatistics.updates_of_step`.
+    of call j is (1 - m_j) m_(j+1) ... m_k, and the decay is m_1 ... m_k. `calls` has, by `id` of
+    the running value, the calls of all stages for each running value that several stages update.
     """
     momenta = defaultdict[int, list[float]](list)
     for running, _, momentum in found:
@@ -189,7 +190,7 @@ def _statistic_weights(
 
 def shared_statistics(manifest: Manifest) -> frozenset[int]:
     """Return the parameter indices of running values that the forwards of several stages update.
-    With several pipelines, all untrained parameters count as such. Empty in inference.
+    With several pipelines, return the indices of all untrained parameters. Empty in inference.
     """
     if not manifest.train:
         return frozenset()

@@ -29,8 +29,8 @@ _UNCOMPILED_CALLS = {
     "group": "exchanges between its ranks",
     "weight_grads": "operators whose gradients of weights wait",
 }
-"""For each attribute of `p`, the first argument of a stage's forward, whose calls cannot be
-compiled: a description of these calls for the user.
+"""Descriptions, for the user, of calls that cannot be compiled. The keys are the attributes of `p`,
+the first argument of a stage's forward, through which these calls are made.
 """
 _COMPILER_HINTS = {
     "No working C++ compiler": "install g++, or name a compiler in CXX",
@@ -38,8 +38,8 @@ _COMPILER_HINTS = {
         "install triton as torch's wheels for CUDA do, or leave out --compile"
     ),
 }
-"""For parts of error messages that the compilation of any stage would raise on this machine: a hint
-for the user.
+"""Hints for the user, by a part of an error message of the compiler. These errors do not depend on
+the stage: on this machine, the compilation of any stage would raise them.
 """
 
 

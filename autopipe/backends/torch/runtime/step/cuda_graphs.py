@@ -38,8 +38,8 @@ from autopipe.backends.torch.torch_interfaces import abandon_capture, foreach_co
 Tensors = dict[str, torch.Tensor]
 
 _NEVER_CAPTURED = {"p.group": "its ranks communicate within it"}
-"""For names in the generated code of a stage with which the stage cannot be captured: the reason,
-for the user.
+"""Reasons, for the user, why a stage cannot be captured, by the name whose use in the stage's
+generated code is the reason.
 """
 _DEVICE_NAME = "cuda"
 _MAX_FREE_MEMORY_FRACTION = 0.9
@@ -330,25 +330,25 @@ class StageGraphs:
         return self.free.pop() if self.free else None
 
     def place_gradients(self) -> None:
-        """Make the static gradients the gradients of the stage's parameters, at the first call in a
-        step.
+        """At the first call in a step, set `grad` of the stage's parameters to their static
+        gradients, the tensors to which captured backwards add.
         """
         if not self._placed:
             self._resources.gradients.set_as_gradients(self._trained)
             self._placed = True
 
     def end_step(self) -> None:
-        """Note that the step has ended, after which the gradients of parameters may be other
-        tensors than the static gradients.
+        """Note that the step has ended. Afterwards `grad` of a parameter may be another tensor than
+        its static gradient, to which captured backwards add.
         """
         self._placed = False
 
 
 @dataclass(slots=True)
 class _CapturedPass:
-    """A forward of a stage and its backward, on tensors whose addresses a graph may contain. The
-    methods are called in this order: `run_forward`, `make_seeds`, `run_backward`,
-    `run_weight_gradients`.
+    """A forward of a stage and its backward, on tensors that stay at the same addresses, so that a
+    CUDA graph may contain the addresses. The methods are called in this order: `run_forward`,
+    `make_seeds`, `run_backward`, `run_weight_gradients`.
     """
 
     stage: CapturedStage

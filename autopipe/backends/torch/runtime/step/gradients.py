@@ -36,7 +36,7 @@ class OptimizerShard:
 
     @property
     def part(self) -> slice:
-        """The slice of this rank's part of the bucket that the tensor covers."""
+        """The range of this tensor within this rank's part of the bucket, in elements."""
         return slice(self.start, self.start + self.tensor.numel())
 
 
@@ -46,8 +46,9 @@ class ReducedBucket:
     def __init__(
         self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]
     ) -> None:
-        """`parameters` are this rank's shards of the bucket's parameters. If the parameters belong
-        to one stage (`bucket.home`), hooks count their gradients.
+        """`parameters` are this rank's shards of the bucket's parameters. If only one stage uses
+        the parameters (`bucket.home`), hooks count their gradients, so that the collective starts
+        as soon as all are complete.
         """
         self.bucket = bucket
         self.parameters = parameters

@@ -53,8 +53,8 @@ Tensors = dict[str, torch.Tensor]
 _RemotePort = TypeVar("_RemotePort", Recv, Send)
 
 _SourceAndPart = tuple[int | None, int | None]
-"""(number of another stage, index of its `MicroBatchSlice`), which selects ports; None
-selects all.
+"""(number of another stage, index of its `MicroBatchSlice`): selects the ports that exchange
+tensors with this stage, for the micro-batches in this slice. None selects all stages or all slices.
 """
 
 _TensorPiece = tuple[torch.Tensor, BlockRanges | None]
@@ -87,9 +87,9 @@ def _slice_of(tensor: torch.Tensor, offsets: BlockRanges | None) -> torch.Tensor
 def _assemble_pieces(
     pieces: list[_TensorPiece], form: TensorForm, device: torch.device, add: bool = False
 ) -> torch.Tensor:
-    """Return a tensor with the element type and shape `form`, assembled from `pieces`. With `add`,
-    pieces may overlap and are summed, and elements in no piece are 0. Without `add`, the pieces
-    must cover the tensor.
+    """Return a tensor with `form`, an element type and a shape, assembled from `pieces`. With
+    `add`, pieces may overlap and are summed, and elements in no piece are 0. Without `add`, the
+    pieces must cover the tensor.
     """
     dtype, shape = form
     if len(pieces) == 1 and pieces[0][1] is None:
@@ -369,8 +369,8 @@ class Stage:
     def _ports_due(
         self, ports: tuple[_RemotePort, ...], micro_batch: int, gradient: bool = False
     ) -> list[_RemotePort]:
-        """Return the ports in `ports` that a micro-batch uses; with `gradient`, only ports whose
-        gradient is sent back.
+        """Return the ports in `ports`, tensors that the stage receives or sends, that a micro-batch
+        uses. With `gradient`, return only ports whose gradient is sent back.
         """
         return [
             port
@@ -386,8 +386,8 @@ class Stage:
         source: _SourceAndPart = (None, None),
     ) -> list[_RemotePort]:
         """Return the ports in `ports` through which a micro-batch exchanges tensors with other
-        ranks; with `gradient`, gradients. `source` restricts them to another stage and a slice of
-        its micro-batches.
+        ranks; with `gradient`, gradients. `source` is (number of another stage, index of its
+        `MicroBatchSlice`), to which the ports are restricted; None for no restriction.
         """
         (stage, part) = source
         due = self._ports_due(ports, micro_batch, gradient)
@@ -400,8 +400,9 @@ class Stage:
         ports: list[_RemotePort],
         micro_batch: int,
     ) -> None:
-        """Call `act(port, micro_batch)` for each port. The transfers with one rank, stage and slice
-        form one batch of P2P operations, as they do on the other rank.
+        """Call `act(port, micro_batch)` for each port. The transfers with one rank, one of its
+        stages, and one slice of that stage's micro-batches form one batch of P2P operations, as
+        they do on the other rank.
         """
         batches = defaultdict[tuple[int, int, int], list[_RemotePort]](list)
         for port in ports:
@@ -425,8 +426,9 @@ class Stage:
         return dtype, tuple(stop - start for start, stop in port.offsets)
 
     def recv(self, micro_batch: int, source: int | None = None, part: int | None = None) -> None:
-        """Post the receives for the arguments of a micro-batch that stages on other ranks compute;
-        only from stage `source` and from slice `part` of its micro-batches, if given.
+        """Post the receives for the arguments of a micro-batch that stages on other ranks compute.
+        If `source` is given, post only receives from this stage; if `part` is given, only from the
+        micro-batches of its `MicroBatchSlice` with this index.
         """
         self._exchange_through_ports(
             self.post_recv,
@@ -438,8 +440,9 @@ class Stage:
         self, micro_batch: int, source: int | None = None, part: int | None = None
     ) -> None:
         """Post the receives for the gradients of a micro-batch's results from stages on other
-        ranks; only from stage `source` and from slice `part` of its micro-batches, if given. Does
-        nothing in a validation.
+        ranks. If `source` is given, post only receives from this stage; if `part` is given, only
+        from the micro-batches of its `MicroBatchSlice` with this index. Does nothing in a
+        validation.
         """
         if self._rank.training:
             self._exchange_through_ports(

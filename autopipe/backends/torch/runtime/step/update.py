@@ -87,10 +87,10 @@ class ParameterUpdate:
         """Divide the gradients by the divisor of the step's loss, if it has one. Collective over
         all ranks if so.
 
-        The reduced gradients are those of a dividend D, summed over all ranks. If the loss has a
-        divisor N, it is D / N. N is a number of labels, which does not depend on the parameters.
-        With `division.root` the loss is r = sqrt(D / N), whose gradient is the gradient of D
-        divided by 2 r N; N is 1 if there is no divisor.
+        The loss is D / N. The reduced gradients are the gradients of D. N, the divisor, follows
+        from the number of labels that are not ignored, so it does not depend on the parameters; N
+        is 1 if the loss has no divisor. With `division.root` the loss is r = sqrt(D / N) instead,
+        whose gradient is the gradient of D divided by 2 r N.
         """
         rank = self._rank
         division = rank.manifest.loss_division

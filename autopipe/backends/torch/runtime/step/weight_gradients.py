@@ -63,9 +63,10 @@ def _matmul_formula(
     operands: Operands,
     settings: Settings,
 ) -> GradientFormula | None:
-    """Return the formula for `x @ weight` or, with `rows_first`, for `F.linear`, `x @ weight.t()`.
-    `transposed` is True if the weight in `operands` is the transpose of `parameter`. Return None if
-    the weight is not two-dimensional, x is a vector, or there are keyword arguments.
+    """Return the formula (code that computes the gradient of a weight without autograd) for `x @
+    weight` or, with `rows_first`, for `F.linear`, `x @ weight.t()`. `transposed` is True if the
+    weight in `operands` is the transpose of `parameter`. Return None if the weight is not
+    two-dimensional, x is a vector, or there are keyword arguments.
     """
     if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
         return None
@@ -86,10 +87,10 @@ def _matmul_formula(
 def _convolution_formula(
     upwards: bool, parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
 ) -> GradientFormula | None:
-    """Return the formula for a convolution or, with `upwards`, a transposed convolution. The
-    gradient of a trained bias is deferred too, because libraries compute both gradients in one
-    call. Return None for calls that the formula does not cover, for example with padding given as
-    text.
+    """Return the formula (code that computes the gradients of parameters without autograd) for a
+    convolution or, with `upwards`, a transposed convolution. The gradient of a trained bias is
+    deferred too, because libraries compute both gradients in one call. Return None for calls that
+    the formula does not cover, for example with padding given as text.
     """
     bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
     trained = bias if bias is not None and bias.requires_grad else None
@@ -128,8 +129,8 @@ def _convolution_formula(
 def _embedding_formula(
     parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
 ) -> GradientFormula | None:
-    """Return the formula for `F.embedding`. Return None if the call has keyword arguments or the
-    weight is transposed.
+    """Return the formula (code that computes the gradient of the weight without autograd) for
+    `F.embedding`. Return None if the call has keyword arguments or the weight is transposed.
     """
     if settings or transposed or len(operands) != 2:
         return None
@@ -257,10 +258,13 @@ class WeightGradQueue:
     def _formula_of(
         self, function: Function, operands: Operands, settings: Settings
     ) -> GradientFormula | None:
-        """Return the formula of a call, which computes the gradients of its parameters without
-        autograd. Return None if there is none: for an operator without formula, if the only
-        parameter is not the second operand, under autocast (which casts weights and activations),
-        and for a view that is neither the whole parameter nor its transpose.
+        """Return the formula of a call: code that computes the gradients of its parameters without
+        autograd. Return None if there is none:
+
+        - the operator has no formula, or none for these operands and settings,
+        - the second operand is not the only one that is a parameter whose gradient is deferred,
+        - autocast is on, which casts weights and activations, or
+        - the weight is a view that is neither the whole parameter nor its transpose.
         """
         make = _FORMULA_BY_FUNCTION.get(function)
         if (

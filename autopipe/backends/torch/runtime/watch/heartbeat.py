@@ -151,8 +151,8 @@ class Heartbeat:
     @contextmanager
     def record_peer_on_error(self, peer: int, channel: int) -> Iterator[None]:
         """Use this around a block that starts a transfer with rank `peer`. If the block raises
-        RuntimeError, `awaited` then names this rank, because torch may notice a closed connection
-        only in such a block.
+        RuntimeError, set `awaited` to (peer, channel), because torch may notice a closed connection
+        only while it starts a transfer.
         """
         try:
             yield

@@ -348,9 +348,9 @@ class Reporter:
     def _make_step_report(
         self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]
     ) -> StepReport:
-        """Return the report of a step. `numbers` has, for each rank, the exchanged list of the
-        step; `peaks` has the peak memory of each rank in bytes. Raise LaunchError if a loss is not
-        finite.
+        """Return the report of a step. `numbers` has a list for each rank: the numbers of its
+        `_Metrics`, then its bytes of communication by kind. `peaks` has the peak memory of each
+        rank in bytes. Raise LaunchError if a loss is not finite.
         """
         by_rank = [_Metrics(*own[:_METRIC_COUNT]) for own in numbers]
         for rank, each in enumerate(by_rank):

@@ -125,11 +125,15 @@ class StepAgreement:
 
     @property
     def _key(self) -> str:
-        """Store key of the current round."""
+        """Store key that a rank writes to start the current round, in which all ranks agree on a
+        step.
+        """
         return f"agreement/{self._round}"
 
     def _has_request(self) -> bool:
-        """Return True if any rank has written the key of the current round."""
+        """Return True if any rank has requested the current round of agreement, by writing its key
+        to the store.
+        """
         return (
             self._store is not None
             and self._store.check([self._key])
@@ -143,8 +147,9 @@ class StepAgreement:
         return self._closing and self._store.add("agreement/ended", 0) == self._group.world_size
 
     def _agree_on_step(self, mine: int) -> None:
-        """Run one round. `mine` is the number of steps that this rank has done. Collective over all
-        ranks.
+        """Run one round: exchange the numbers of steps done and the requests, and determine the
+        step after which all ranks act on the requests. `mine` is the number of steps that this rank
+        has done. Collective over all ranks.
         """
         asked = self._wanted
         self._wanted = set()
