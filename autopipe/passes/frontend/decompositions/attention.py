@@ -353,8 +353,8 @@ def _prompt_mask(rewriter: Rewriter, added: str, key: str) -> str:
     shorter than the longest one end in padding.
 
     `added` is the tensor that the model adds to the logits; the result is `added` with −inf for
-    keys that are padding. If `added` is "", the result is a boolean mask [B, 1, 1, tokens], true
-    for keys that are not padding.
+    keys that are padding. If `added` is "", the result is a boolean mask [sequences, 1, 1, tokens],
+    true for keys that are not padding.
     """
     batch, _, tokens, _ = rewriter.shape(key)
     last_position = _reshape_per_sequence(rewriter, rewriter.required(5))

@@ -2,8 +2,8 @@
 (domain com.microsoft): MatMulNBits, MatMulBnb4, GatherBlockQuantized.
 
 MatMulNBits, and GatherBlockQuantized on weights of type uint8, have operator definitions in
-`ir.ops` and stay in the graph. Operands of MatMulNBits are only reshaped to the form that this
-definition expects.
+`ir.ops` and stay in the graph. MatMulNBits is only changed to fit its definition: scales and zero
+points that are vectors are reshaped to matrices, and the bias becomes an Add.
 """
 
 from __future__ import annotations

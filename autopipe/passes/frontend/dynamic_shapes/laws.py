@@ -52,12 +52,12 @@ class OperatorClass:
     name: str
     operators: frozenset[str]
     before_alignment: tuple[Law, ...] = ()
-    """Laws that also apply if different selections select the rows of the operands. They are tried
-    first.
+    """Laws that also apply if different masks select the rows of the operands. They are tried
+    before `laws`. A law is a function that writes a node with static shapes.
     """
     laws: tuple[Law, ...] = ()
-    """Laws that apply if one selection selects the rows of all operands. `compute_rows` and
-    `reduce_rows` are tried after them.
+    """Laws (functions that write a node with static shapes) that apply if one mask selects the rows
+    of all operands. `compute_rows` and `reduce_rows` are tried after them.
     """
     combines_selections: bool = False
     """True for scatters, whose updates may be selected by another selection than their target."""
@@ -102,7 +102,9 @@ OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
     ),
     _operator_class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
 )
-"""The operator classes that have their own laws."""
+"""The operator classes that have laws (functions that write a node with static shapes) of their
+own.
+"""
 CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.operators}
 """The operator class of each operator that has one, by operator."""
 

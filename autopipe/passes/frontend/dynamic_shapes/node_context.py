@@ -84,7 +84,9 @@ class NodeFacts:
     The keys and sizes of several parts stand for the selection of their concatenated rows.
     """
     results: dict[str, Fact] = field(default_factory=dict)
-    """The facts of the node's results, which the laws add."""
+    """What is known of the node's results, by name, if their shape or elements depend on data. The
+    laws (functions that write a node with static shapes) add these facts.
+    """
 
     @property
     def title(self) -> str:

@@ -50,8 +50,8 @@ def bounded_prefix(
 
 
 def make_limit_fact(context: NodeContext, selection: Selection, limit: Value) -> CountedNumbers:
-    """Return the fact that the value of type `limit` is the number of rows of `selection`, whose
-    first rows are selected.
+    """Return what is recorded of a value of type `limit`: its elements are the number of rows of
+    `selection`, whose mask selects first rows.
     """
     dtype = np.float64 if limit.dtype.is_floating else np.int64
     base, scale, offset = express_by_base_selection(context, selection)
@@ -78,8 +78,8 @@ def express_by_base_selection(
 
 
 def scaled_prefix(context: NodeContext, selection: Selection, scale: int, offset: int) -> Selection:
-    """Return the selection of the first `scale * n + offset` rows, where n is the number of rows of
-    `selection`, which must consist of first rows.
+    """Return the selection (the true elements of a mask) of the first `scale * n + offset` rows,
+    where n is the number of rows of `selection`, which must consist of first rows.
     """
     prefix = selection.first_rows
     assert prefix is not None

@@ -203,7 +203,7 @@ class RowWriter:
 
     def pack(self, rows: SelectedRows) -> Value:
         """Write a tensor of the rows with those whose mask element is true first, in their order,
-        and the others after them. Return its name, type and shape.
+        and the others after them. Return the tensor's name, type and shape as a `Value`.
         """
         rows = self.spread(self.apply_weights(rows), rows.selection.axes)
         if rows.selection.first_rows is not None:

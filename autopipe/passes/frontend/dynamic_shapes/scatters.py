@@ -30,9 +30,9 @@ from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 
 def scatter(context: NodeContext) -> bool:
     """Write a scatter whose indices, updates or target have a row per selected (true) element of a
-    mask. Return False for a scatter into such a target along another dimension than that of the
-    rows. Raises ModelError if the reduction is not supported, or if neither target nor indices have
-    rows.
+    mask. If the target has these rows, return False for a scatter along another dimension than that
+    of the rows. Raises ModelError if the reduction is not supported, or if neither target nor
+    indices have rows.
     """
     operator = context.node.op_type
     target = context.fact(0)

@@ -343,8 +343,8 @@ def slice_to_count(context: NodeContext) -> bool:
 
 
 def match_mask_count(context: NodeFacts, roots: MaskRoots) -> CountedNumbers | None:
-    """Return the fact that the result of a ReduceSum is the number of true elements of a boolean
-    mask, which is cast to integers and summed over all axes. None for another ReduceSum.
+    """Return what is recorded of the result of a ReduceSum if it is the number of true elements of
+    a boolean mask, which is cast to integers and summed over all axes. None for another ReduceSum.
     """
     data = context.types.get(context.operands[0])
     root = roots.root(context.operands[0], context.types, context.arrays)
