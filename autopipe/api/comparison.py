@@ -43,8 +43,8 @@ class ComparisonPlan:
 
     @property
     def named_picture(self) -> tuple[str, Picture]:
-        """The folder, and the figure of the step. Of equal devices the figure shows one if there
-        are too many.
+        """The folder of the plan, and the figure of the step. If the step has more than
+        `MOST_DEVICES` devices, the figure shows only one of the devices that run the same tasks.
         """
         return str(self.folder), one_device_per_group(plan_picture(self.plan, self.timeline))
 
@@ -57,7 +57,8 @@ class Change:
     after: str
     nodes: tuple[int, ...]
     entries: tuple[NodeEntry, ...]
-    """Short names for the nodes; a pair is a range."""
+    """Short names for the nodes. A pair of names stands for all nodes from the first to the second.
+    """
 
 
 @dataclass(frozen=True, slots=True)

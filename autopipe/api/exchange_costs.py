@@ -32,8 +32,9 @@ differs between processes.
 
 
 def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Measure messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU
-    time that sending and receiving take in small pipelines. Raise LaunchError if a rank fails.
+    """Return the measured costs of messages and collectives of up to `ranks` ranks, and the time
+    that sending and receiving take from the tasks of small pipelines. Messages and collectives are
+    measured for about `seconds`. Raise LaunchError if a rank fails.
     """
     found = measure_exchanges(ranks, device, seconds)
     with scratch_folder("profile") as scratch:
@@ -61,8 +62,9 @@ def in_pipeline(
     exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str
 ) -> tuple[ExchangeCost, ...]:
     """Return the communication costs with the time that sending and receiving take in the model's
-    pipeline. Messages of a task after the first have their time in a small pipeline. Raise
-    LaunchError if the pipeline fails.
+    pipeline. This run corrects only the time of the first message of a task. The time of each
+    further message stays as it was measured in a small pipeline. Raise LaunchError if the pipeline
+    fails.
     """
     # Only the constant part counts, because the line of the first message includes the bytes.
     follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")

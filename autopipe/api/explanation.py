@@ -363,8 +363,9 @@ def _explain_plan(planned: PlanResult, folder: Path, events: Events) -> PlanExpl
 
 
 def next_best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None:
-    """Return the alternative with the shortest step after the chosen one, None if no other has a
-    step. The chosen alternative is the first of those with the shortest step.
+    """Return the best alternative except the chosen one: the one with the shortest step. None if no
+    other alternative has a step. The chosen alternative is the first of those with the shortest
+    step.
     """
     stepped = sorted(
         (each for each in alternatives if each.same_as is None), key=lambda each: each.rank

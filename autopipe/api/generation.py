@@ -222,10 +222,12 @@ def write_prefill(
     note: Callable[[str], None],
     most: int | None = None,
 ) -> None:
-    """Write a second program next to the program of a plan in `folder`. Each of its steps feeds
-    `chunk` tokens of each sequence, rounded up to a multiple that the plan's splits allow. No
-    program is written if that is more than `most`, or if the model or the plan does not allow it.
-    In the latter case, `note` is called with the reason.
+    """Write a second program, for the prefill of prompts, next to the program of a plan in
+    `folder`. Each of its steps feeds `chunk` tokens of each sequence, rounded up to a multiple that
+    the plan's splits allow.
+
+    No program is written if that number of tokens is more than `most`, or if the model or the plan
+    does not allow such a program. In the second case, `note` is called with the reason.
     """
     from autopipe.api.codegen import write_programs
     from autopipe.backends.torch.runtime.manifest import read_manifest

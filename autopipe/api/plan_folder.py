@@ -156,14 +156,16 @@ _LAST_KEY_BY_FILE: Final = {
     CONFIGURATION_FILE: schema_keys(Configuration)[-1].path[0],
     PLACEMENT_FILE: "strategy.name",
 }
-"""By file, the key that `plan` writes last."""
+"""For each file, the key that `plan` writes last."""
 _LAST_KEY_PATTERN: Final = {
     CONFIGURATION_FILE: re.compile(
         rb"^%b\b" % _LAST_KEY_BY_FILE[CONFIGURATION_FILE].encode(), re.MULTILINE
     ),
     PLACEMENT_FILE: re.compile(rb"""(?:^\s*|[{,]\s*)["']?name["']?\s*:""", re.MULTILINE),
 }
-"""By file, what matches the key that `plan` writes last, wherever a person puts it."""
+"""For each file, a pattern that matches the key that `plan` writes last, at any position of an
+edited file.
+"""
 _RESTORE_HINT: Final = "restore the file, or plan again"
 _SCRATCH_PREFIX = ".autopipe-plan-"
 """Beginning of the name of the folder, inside a plan folder, to which new files are written before
@@ -200,9 +202,10 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
 
 
 def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> PlannedGraph | None:
-    """Return the graph in `graph.json` of the plan folder `folder`, whose seal is `own`; None if
-    the ONNX file of `plan` has to be read instead: there is no `graph.json`, it holds another graph
-    than the plan's, the configuration or `plan.json` was edited, or the ONNX file has changed.
+    """Return the graph in `graph.json` of the plan folder `folder`, or None if the ONNX file of
+    `plan` has to be read instead. None is returned if there is no `graph.json`, if it holds another
+    graph than the plan's, if the configuration or `plan.json` was edited, or if the ONNX file has
+    changed. `own` contains the digests of the files of the folder, as `plan.json` records them.
 
     Raises ConfigurationError if `graph.json` was edited, and ModelError if the ONNX file cannot be
     read.
@@ -226,8 +229,9 @@ def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> Planne
 
 
 def graph_of_plan(folder: Path, plan: Plan) -> Graph:
-    """Return the graph of `plan`, the plan in `folder`: that in `graph.json`, else the graph of the
-    ONNX file, which may be another one. Raises as `open_plan`.
+    """Return the graph of `plan`, the plan in `folder`. It is read from `graph.json` if possible,
+    otherwise from the ONNX file, whose graph may differ from that of the plan. Raises the errors of
+    `open_plan`.
     """
     stored = _stored_graph(folder, plan, read_digests(folder / PLAN_FILE))
     if stored is not None:
@@ -277,12 +281,13 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
 
 
 def _check_last_keys(folder: Path, own: FolderDigests | None) -> None:
-    """Raise ConfigurationError if the configuration or the placement in `folder`, whose seal is
-    `own`, was cut short after it was written.
+    """Raise ConfigurationError if the configuration or the placement in `folder` was cut short
+    after it was written. `own` contains the digests of the files of the folder, as `plan.json`
+    records them.
 
-    A file that differs from the written one must end with a line break and have its key of
-    `_LAST_KEY_BY_FILE`. Otherwise a file that was cut short could be valid: keys of a configuration
-    would silently have their defaults, and nodes of a placement no splits.
+    An edited file must end with a line break and have the key that `plan` writes last
+    (`_LAST_KEY_BY_FILE`). Without this check, a file that was cut short could be valid: keys of a
+    configuration would silently have their defaults, and nodes of a placement no splits.
     """
     for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
         if not path.is_file() or (own is not None and own.holds(path)):
@@ -301,8 +306,9 @@ def _check_last_keys(folder: Path, own: FolderDigests | None) -> None:
 
 
 def _read_complete_plan(folder: Path) -> tuple[Plan, FolderDigests | None]:
-    """Return (plan, seal): the plan in `folder`, and its seal as `check_unmixed`. Raises
-    ConfigurationError if the folder has no plan, or files of different plans.
+    """Return (plan, digests): the plan in `folder`, and the digests of the files of the folder as
+    `check_unmixed` returns them. Raises ConfigurationError if the folder has no plan, or files of
+    different plans.
     """
     own = check_unmixed(folder)
     plan = read_plan(folder)
@@ -312,9 +318,9 @@ def _read_complete_plan(folder: Path) -> tuple[Plan, FolderDigests | None]:
 
 
 def check_unmixed(folder: Path) -> FolderDigests | None:
-    """Return the digests of the files in the plan folder `folder`, None if `plan.json` has none, as
-    that of an earlier version of autopipe. Raises ConfigurationError if `folder` holds no plan, or
-    if the writing of a plan to it was interrupted.
+    """Return the digests of the files in the plan folder `folder` that `plan.json` records. Return
+    None if it records none, because an earlier version of autopipe wrote it. Raises
+    ConfigurationError if `folder` holds no plan, or if the writing of a plan to it was interrupted.
     """
     check_plan_folder(folder)
     own = read_digests(folder / PLAN_FILE)
@@ -330,22 +336,27 @@ def _mixed_files_error(path: Path, what: str) -> ConfigurationError:
 
 
 def _leftover_heads(folder: Path) -> list[Path]:
-    """Return the `plan.json` files of interrupted writings."""
+    """Return the paths of the `plan.json` files in the scratch folders that interrupted writings of
+    a plan left in `folder`.
+    """
     return sorted(folder.glob(f"{_SCRATCH_PREFIX}*/{PLAN_FILE}"))
 
 
 def _digests_of_folder(folder: Path) -> list[FolderDigests]:
-    """Return the digests of the files that `plan` has written to `folder`."""
+    """Return the digests that the `plan.json` of `folder` and those of interrupted writings record:
+    one object per file that records digests.
+    """
     heads = (folder / PLAN_FILE, *_leftover_heads(folder))
     return [found for found in map(read_digests, heads) if found is not None]
 
 
 def check_target(folder: Path, base: Path | None = None, force: bool = False) -> None:
-    """Raise ConfigurationError if a plan cannot be written to `folder`: this is asked before the
-    long work begins.
+    """Raise ConfigurationError if a plan cannot be written to `folder`. Callers check this before
+    the long search begins.
 
-    Files that were edited are replaced only with `force`. If the plan is made from `base`, the same
-    folder, the edited configuration and placement are what is planned, and stay.
+    Files that were edited are replaced only with `force`. If `base`, the plan folder from which the
+    new plan is made, is the same folder, its edited configuration and placement are the input of
+    the plan. Without `force`, they are kept.
     """
     parent = folder.absolute().parent
     hint = "choose another folder with -o"
@@ -379,7 +390,9 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
 
 
 def _may_hold_plan(folder: Path) -> bool:
-    """Return True if a folder holds a plan, nothing, or what an interrupted `plan` left."""
+    """Return True if a folder holds a plan, or nothing except files that an interrupted `plan`
+    left.
+    """
     if (folder / PLAN_FILE).is_file():
         return True
     return all(
@@ -392,8 +405,9 @@ def _is_same_path(one: Path | None, other: Path) -> bool:
 
 
 def with_movable_paths(configuration: Configuration, home: Path) -> Configuration:
-    """Return the configuration, whose model is known, with paths that hold after the folder `home`
-    of its file and the model are moved together.
+    """Return the configuration with paths that stay valid if `home`, the folder of the
+    configuration file, and the ONNX file are moved together. The configuration must have the path
+    of a model.
     """
     model = configuration.model.path
     assert model is not None
@@ -419,9 +433,10 @@ def write_plan_folder(
 ) -> Path | None:
     """Write the plan, its effective configuration and its placement to `folder`.
 
-    `base` and `force` are as in `check_target`. An edited placement that was planned stays as it
-    is, and so does an edited configuration, unless flags changed it. Then it is kept under another
-    name, which is returned.
+    `base` is the plan folder from which the plan was made, None if there is none. `force` replaces
+    files that were edited. Without `force`, if `base` is `folder`, an edited placement stays as it
+    is, and so does an edited configuration, unless flags changed the configuration. In this case
+    the edited file is copied to another path, which is returned. Otherwise None is returned.
     """
     check_target(folder, base, force)
     target = folder.absolute()
@@ -463,8 +478,8 @@ def write_plan_folder(
 
 
 def _configuration_text(planned: PlanResult, configuration: Configuration) -> str:
-    """Return the effective configuration as YAML, under a line with the degrees that follow from
-    it.
+    """Return the effective configuration as YAML. A comment in the first line has the parallel
+    degrees of the plan, if they are known.
     """
     degrees = planned.plan.summary.degrees
     head = "" if degrees is None else f"# {degrees.text}\n"
@@ -473,7 +488,10 @@ def _configuration_text(planned: PlanResult, configuration: Configuration) -> st
 
 @contextmanager
 def _new_files(target: Path) -> Iterator[Path]:
-    """Yield a folder for the new files of the plan folder `target`, which may exist."""
+    """Yield a temporary folder for the new files of the plan folder `target`. When the context
+    ends, the files replace those of `target`, or the folder becomes `target` if there is no such
+    folder.
+    """
     writer = (
         open_replacement_files(target, PLAN_FILE, _SCRATCH_PREFIX)
         if target.exists()
@@ -507,8 +525,8 @@ def _copy_of_edited(path: Path) -> Path:
 
 
 def stale_program(folder: Path, digest: str) -> Path | None:
-    """Return the program folder inside the plan folder `folder` if it is of another plan than that
-    with `digest`.
+    """Return the program folder inside the plan folder `folder` if its program belongs to another
+    plan than the plan with the digest `digest`. Return None otherwise, and if there is no program.
     """
     program = folder / "program"
     try:

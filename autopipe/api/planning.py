@@ -124,8 +124,8 @@ def _keeping_placement(
 ) -> Request:
     """Return the request with the micro-batches of the placement in `folder`, which is kept.
 
-    Raises ConfigurationError for a setting that contradicts the placement or that it has no use
-    for.
+    Raises ConfigurationError for a setting that contradicts the placement, or that has no effect
+    because the placement is given.
     """
     request = _with_planned_size(before, request)
     strategy = request.strategy

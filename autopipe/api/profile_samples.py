@@ -18,20 +18,25 @@ from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Request, read_request_model_uncached
 
 _MAX_LAP_SAMPLES = 400
-"""Maximum number of samples in a lap. A few layers are representative of many."""
+"""Maximum number of operations in a lap, a sequence that is measured together. A few layers are
+representative of many.
+"""
 _MAX_LAP_BYTES = 2**30
-"""Maximum size in bytes of the operands, results and gradients of a lap."""
+"""Maximum size in bytes of the operands, results and gradients of a lap, a sequence of operations
+that is measured together.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are measured together, in the order in which the model runs them. Repetitions
-    are kept as far as a lap has room for them; operations of earlier groups are omitted.
+    """Samples that are measured together, in the order in which the model runs them. A sample is
+    one operation of the model, with local shapes. Repetitions are kept as far as a lap has room for
+    them; operations of earlier groups are omitted.
     """
 
     note: str
     size: int
-    """Number of samples of the batch per micro-batch."""
+    """Micro-batch size: number of samples of the batch per micro-batch."""
     lap: tuple[OperationSample, ...]
 
 
@@ -61,8 +66,9 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
 def groups_of(
     models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]
 ) -> Iterator[Group]:
-    """Yield all samples: the unsplit operators of each micro-batch size first, then the shards of
-    operators that are split in each of `degrees`.
+    """Yield all samples to measure, in groups. A sample is one operation with local shapes. The
+    unsplit operators of each micro-batch size come first, then the shards of operators that are
+    split in each of `degrees`. `models` are pairs (micro-batch size, model).
 
     If the losses of a model can keep or recompute their logits, both forms of the model are
     included.
@@ -82,7 +88,8 @@ def groups_of(
 
 
 def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[OperationSample]:
-    """Yield the samples to measure, for every node in order. Samples of equal nodes are created
+    """Yield the samples to measure, for every node in order. A sample is an operation with local
+    shapes: the node, or its shards if it is split by `degree`. Samples of equal nodes are created
     only once.
     """
     operations = Operations(model.graph, precision)
@@ -98,8 +105,9 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Operat
 
 
 def _laps(samples: Sequence[OperationSample]) -> Iterator[tuple[OperationSample, ...]]:
-    """Yield the samples in laps of limited length and memory. Each distinct operation occurs in a
-    lap; repetitions of an operation may be dropped once a lap is full.
+    """Yield the samples (operations with local shapes) in sequences of limited length and memory,
+    called laps. Each distinct operation occurs in a lap; repetitions of an operation may be dropped
+    once a lap is full.
     """
     seen: set[Operation] = set()
     lap = list[OperationSample]()
@@ -121,7 +129,9 @@ def _laps(samples: Sequence[OperationSample]) -> Iterator[tuple[OperationSample,
 
 
 def bytes_of(sample: OperationSample) -> int:
-    """Return the size in bytes of the operands and results, each with its gradient."""
+    """Return the size in bytes of the operands and results of an operation, each with its
+    gradient.
+    """
     values = [value for each in sample.signatures for value in (*each.operands, *each.results)]
     return 2 * sum(value.bytes for value in values if value is not None)
 

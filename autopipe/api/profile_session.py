@@ -40,7 +40,7 @@ _WHOLE = 0.15
 _TASKS = 0.1
 _STARTS = 0.15
 _EXCHANGES = 0.3
-"""Fractions of the total time."""
+"""Fractions of the total time for the full model, tasks, starts of tasks, and communication."""
 
 
 @dataclass(frozen=True, slots=True)

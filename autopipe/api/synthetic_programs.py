@@ -76,8 +76,8 @@ def write_overhead_stage(folder: Path) -> int:
 
 
 def write_rows(folder: Path) -> tuple[Path, Path]:
-    """Write two one-device programs of one stage each: one with a single layer, one with `LONGER`
-    layers.
+    """Write two one-device programs of one stage each and return their folders (short, long). The
+    stage is a row of layers: a single layer in the first program, `LONGER` layers in the second.
     """
     programs = folder / "short", folder / "long"
     schedule = _sequential_schedule(
@@ -89,8 +89,9 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
-    """Write a program of two stages under 1F1B, on one rank or on two. The second stage is slower.
-    It reads `messages` results of the first stage, of `MESSAGE_BYTES` each.
+    """Write a program of two stages to `folder`: on one rank, one micro-batch after another, or on
+    two ranks under 1F1B. The second stage is slower. It reads `messages` results of the first
+    stage, of `MESSAGE_BYTES` each.
     """
     if ranks == 1:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)

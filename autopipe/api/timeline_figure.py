@@ -19,7 +19,9 @@ from autopipe.ir.timeline import Span, StepEndKind, StepEndSpan, Timeline, Trans
 from autopipe.ir.words import bytes_text, count_text, plural, seconds_text
 
 Curve = tuple[tuple[float, int], ...]
-"""(time, memory in use from this time on), ascending by time; the first time is 0."""
+"""Memory of a device over time: pairs (time, memory in use from this time on), ascending by time.
+The first time is 0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class Bar:
     """Stage that determines the colour. Tasks of one stage have one hue."""
     phase: Phase
     unit: int
-    """Micro-batch of the task. In a schedule of blocks: its unit, which may be several
-    micro-batches.
+    """Micro-batch of the task. In a schedule of blocks: the run of the blocks to which the task
+    belongs, which may process several micro-batches.
     """
     letter: str
     """Letter of the phase, as in the name of the task."""
@@ -78,7 +80,7 @@ class Picture:
     steady: SteadyState | None = None
     transfers: tuple[Transfer, ...] = ()
     devices: tuple[int, ...] = ()
-    """The device of each row, where rows are not all devices in order."""
+    """The device of each row. Empty if row i shows device i."""
     ends: tuple[StepEndSpan, ...] = ()
     """Gradient sums and updates, sorted by row, then by start."""
 
@@ -184,8 +186,8 @@ def steady_state(
 
     `turns` are the micro-batch ratios of the stages. If there is a time of at least two repetitions
     in which all devices advance at the same pace, the result has its period. A short step may have
-    none. The result is then the time in which each device is in its repetend and repeats its tasks
-    at varying intervals, and its period is None.
+    no such time. The result is then the time in which each device runs the repeated part of its
+    order, at varying intervals, and its period is None.
     """
     devices: list[list[Span]] = [[] for _ in timeline.memory]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
@@ -318,9 +320,10 @@ def _memory_curves(schedule: BlockSchedule) -> tuple[Curve, ...]:
 
 
 def _steady_state_of_blocks(schedule: BlockSchedule) -> SteadyState | None:
-    """Return the longest sequence of repetitions that follow the repetend: repetition r starts
-    block i for unit r + offset of i. The first and the last repetitions may differ, because their
-    blocks start as early as possible. None if there is no such sequence.
+    """Return the longest sequence of repetitions that equal the repetend, the repeated part of the
+    schedule. Repetition r contains block i of the micro-batch r + offset of i. The first and the
+    last repetitions may differ from the repetend, because their blocks start as early as possible.
+    None if there is no such sequence.
     """
     repetend = schedule.repetend
     period = schedule.period
@@ -350,7 +353,7 @@ MOST_DEVICES = 16
 def one_device_per_group(picture: Picture) -> Picture:
     """Return a figure with one device of each group of devices that run the same tasks in the same
     order. A figure of at most `MOST_DEVICES` devices is returned unchanged. Only messages between
-    the remaining devices are drawn.
+    the drawn devices are kept.
     """
     if len(picture.memory) <= MOST_DEVICES:
         return picture
@@ -379,7 +382,9 @@ def one_device_per_group(picture: Picture) -> Picture:
 
 _HUES = (213, 79, 183, 53, 246, 138, 316, 4, 29, 30)
 _SATURATIONS = (0.72, 0.45, 0.48, 0.60, 0.62, 0.42, 0.58, 0.70, 0.82, 0.28)
-"""Ordered so that neighbouring stages differ for people with red-green colour blindness, too."""
+"""Saturations by stage. Their order lets neighbouring stages differ for people with red-green
+colour blindness, too.
+"""
 _LIGHTNESS = {
     Phase.FORWARD: 0.76,
     Phase.BACKWARD: 0.40,
@@ -387,7 +392,9 @@ _LIGHTNESS = {
     Phase.WEIGHT_GRADIENT: 0.30,
 }
 _LIGHTER = 0.03
-"""Even stages are lighter than their phase's lightness by this amount, odd stages darker."""
+"""Amount by which the tasks of a stage differ from the lightness of their phase (`_LIGHTNESS`):
+even stages are lighter, odd stages darker.
+"""
 
 
 def stage_colour(stage: int, phase: Phase) -> str:

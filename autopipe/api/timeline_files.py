@@ -98,9 +98,11 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
 
 PREDICTED = 1
 MEASURED = 2
-"""Process numbers of the trace. Their threads are the ranks."""
+"""Process numbers in the trace: `PREDICTED` for the predicted step, `MEASURED` for measured tasks.
+The threads of a process are the ranks.
+"""
 _LINKS = 1_000_000
-"""Thread numbers from this one on are links between ranks."""
+"""First thread number of the links between ranks in the trace."""
 
 Event = dict[str, object]
 

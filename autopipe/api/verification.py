@@ -611,8 +611,8 @@ class Verification:
 
 
 def _pad_to_shape(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | None) -> np.ndarray:
-    """Return an output with a data-dependent number of rows as ranks return it: padded with zeros
-    to `shape`, except along the batch axis.
+    """Return the output `array` padded with zeros to `shape`, except along the batch axis. Ranks
+    return an output with a data-dependent number of rows in this form.
     """
     if array.ndim != len(shape) or array.shape == shape:
         return array
@@ -625,8 +625,9 @@ def _pad_to_shape(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | N
 
 
 def _per_micro_batch(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the outputs with one value per micro-batch of the step. Outputs without a batch axis
-    are averaged over the micro-batches of their stage.
+    """Return the outputs with one value per micro-batch of the step. A stage with smaller
+    micro-batches runs several of them per micro-batch of the step. Its outputs without a batch axis
+    are averaged over these.
     """
     ratios = {
         entry.value.name: manifest.stages[entry.places[0].stage].micro_batch_ratio

@@ -21,7 +21,8 @@ from autopipe.passes.pipeline import Observer, Request, pass_names
 
 def dump_lines(value: object) -> Iterator[str]:
     """Yield the lines of --dump-after for the result of a pass. A graph is listed node by node, a
-    placement stage by stage, a schedule as its grid; other values are pretty-printed.
+    placement stage by stage, and a schedule as a table of its tasks (`Schedule.grid`). Other values
+    are pretty-printed.
     """
     match value:
         case Model(graph=graph):

@@ -97,7 +97,10 @@ class LevelDescription:
 
 
 def build_level(description: LevelDescription, size: int) -> Level:
-    """Return the level with `size` members per group."""
+    """Return the level `description`, a tier of the hierarchy of links such as `node`. Each of its
+    groups consists of `size` members (devices, or groups of the level below), which its link
+    connects.
+    """
     return Level(description.name, size, Link(description.latency, description.bandwidth))
 
 
@@ -136,7 +139,9 @@ class GroupDescription:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDescription:
-    """Devices of one type in a hierarchy of levels, or groups of devices, each of one type."""
+    """Devices of one type in a hierarchy of levels (such as node and cluster, each with its own
+    links), or groups of devices, each of one type.
+    """
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("device", "groups"),)
     name: str
@@ -261,7 +266,9 @@ def _build_mixed_cluster(description: ClusterDescription) -> Cluster:
 
 
 def _build_device_pool(who: str, group: GroupDescription) -> DevicePool:
-    """Return the group with the levels that its devices require."""
+    """Return the pool of the devices of `group`, with as many levels of links as are required to
+    connect them. `who` names the cluster in errors.
+    """
     if not group.levels:
         hint = "describe the links in a node, or set the group's device to a preset"
         raise ConfigurationError(
@@ -301,8 +308,8 @@ def _level_sizes(
     nodes: int | None,
     devices_per_node: int | None,
 ) -> list[int]:
-    """Return the size of each level. An outermost level without a size gets the size that `count`
-    devices require.
+    """Return, for each level such as node or cluster, the number of members of the level below in
+    one group. An outermost level without a size gets the size that `count` devices require.
     """
     sizes = [level.size for level in description.levels]
     if devices_per_node is not None:

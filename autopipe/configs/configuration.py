@@ -613,8 +613,8 @@ def load_configuration(
     batch_axes: Sequence[str] = (),
 ) -> Configuration:
     """Return the configuration from the YAML files `file` and `over` and from a command line.
-    `over` overrides `file`; the command line overrides both. The other parameters are parameters of
-    `settings`. Raise ConfigurationError with `file:line` or the flag.
+    `over` overrides `file`; the command line overrides both. The other parameters are those of
+    `settings_from_flags`. Raise ConfigurationError with `file:line` or the flag.
     """
     documents = [read_file(each) for each in (file, over) if each is not None]
     return merged_configuration(

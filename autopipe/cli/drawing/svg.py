@@ -58,15 +58,15 @@ _LETTER_WIDTH = 6.2
 """Width of a letter of the labels in pixels."""
 _SWATCH_WIDTH = 10
 _LEGEND_ROW_HEIGHT = 18
-"""Width of a colour in the legend, and height of a row of the legend."""
+"""Size of a legend in pixels: width of the mark of a colour, and height of a row."""
 _STYLE = (
     "text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#24292f}"
     ".paper{fill:#ffffff}.quiet{fill:#656d76}.lane{fill:#f3f4f6}.rule{stroke:#8c959f;fill:none}"
     "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}"
     ".quiet{fill:#9198a1}.lane{fill:#1c2129}}"
 )
-"""The background is a part of the figure, because the colours follow the theme of the system, which
-may differ from that of the page.
+"""Style sheet of a figure. It includes a background, because its colours follow the theme of the
+system, which may differ from the theme of the page.
 """
 
 
@@ -182,7 +182,9 @@ _BOX_WIDTH = 104
 _BOX_HEIGHT = 40
 _HORIZONTAL_GAP = 64
 _VERTICAL_GAP = 18
-"""Width and height of the box of a node, and the distances between boxes."""
+"""Width and height of the box of a node, and the horizontal and vertical distances between boxes,
+in pixels.
+"""
 _MAX_BOX_LETTERS = 13
 """Maximum number of letters in a box."""
 

@@ -61,7 +61,7 @@ class TwoBranch(ZooModel):
     branches: Count = 2
     """Parallel branches."""
     repeats: Count = 4
-    """Times that attention, linear, linear stand in a branch."""
+    """Number of times that a branch repeats its three layers: attention, linear, linear."""
     sequence: Count = 16
     """Positions of a sample."""
     hidden: Count = 64
@@ -71,7 +71,7 @@ class TwoBranch(ZooModel):
     feed_forward: Count = 128
     """Width between the two linear layers."""
     classes: Count = 10
-    """Extent of the logits."""
+    """Number of classes: the size of the last axis of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
         layer = TransformerLayer(self.hidden, self.heads, init=lecun(self.hidden))
@@ -254,7 +254,7 @@ class MultiModalTransformer(ZooModel):
     feed_forward: Count = 256
     """Inner width of the feed-forward layers."""
     classes: Count = 10
-    """Extent of the logits."""
+    """Number of classes: the size of the last axis of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
         layer = TransformerLayer(self.hidden, self.heads, self.feed_forward)

@@ -51,7 +51,9 @@ class Mt5(TransformerModel):
     hidden: Count = 64
     """Width of the residual stream; the feed-forward layers are four times as wide."""
     vocabulary: Count = 256
-    """Rows of the embedding that encoder and decoder share, and extent of the logits."""
+    """Rows of the embedding that encoder and decoder share, and size of the last axis of the
+    logits.
+    """
     tied: bool = True
     """True if the head is the embedding as well, transposed."""
     source: Count = 16
@@ -137,9 +139,9 @@ def _distance_bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(TransformerModel):
-    """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it. source,
-    target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual
-    sums.
+    """The encoder-decoder translation model of Vaswani et al. (2017), in the variant of the PaSE
+    paper. source, target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow
+    the residual sums.
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
@@ -150,13 +152,13 @@ class Transformer(TransformerModel):
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("hidden", "waves"))
     waves: ClassVar[int] = 2
-    """A sine and a cosine for each frequency need an even width."""
+    """Divisor of `hidden`: sinusoidal positions have a sine and a cosine for each frequency."""
     layers: Count = 2
     """Layers of the encoder, and of the decoder."""
     feed_forward: Count = 256
     """Inner width of the feed-forward layers."""
     vocabulary: Count = 256
-    """Rows of each of the two embeddings, and extent of the logits."""
+    """Rows of each of the two embeddings, and size of the last axis of the logits."""
     sequence: Count = 16
     """Tokens of the source, and of the target."""
 
@@ -197,8 +199,8 @@ class Transformer(TransformerModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RnnLm(ZooModel):
-    """A language model of stacked LSTM layers, as PaSE takes it. tokens [batch, sequence] -> logits
-    [batch, sequence, vocabulary].
+    """A language model of stacked LSTM layers, in the variant of the PaSE paper. tokens [batch,
+    sequence] -> logits [batch, sequence, vocabulary].
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
@@ -210,7 +212,7 @@ class RnnLm(ZooModel):
     hidden: Count = 32
     """Units of a layer and width of the embedding."""
     vocabulary: Count = 256
-    """Rows of the embedding, and extent of the logits."""
+    """Rows of the embedding, and size of the last axis of the logits."""
     sequence: Count = 16
     """Tokens of a sample."""
 

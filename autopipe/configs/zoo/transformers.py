@@ -249,7 +249,7 @@ class LanguageModel(TransformerModel):
     """Fields of a model that reads `tokens` [batch, sequence]."""
 
     vocabulary: Count = 256
-    """Rows of the embedding, and extent of the logits."""
+    """Rows of the embedding, and size of the last axis of the logits."""
     sequence: Count = 32
     """Tokens of a sample."""
 
@@ -385,9 +385,11 @@ class MixtureOfExperts(TransformerModel):
     choices: Count = 2
     """Experts that a token is sent to."""
     capacity: Count = 16
-    """Tokens of a sample that an expert takes; what comes later passes by on the residual alone."""
+    """Maximum number of tokens of a sample that an expert takes. Later tokens skip the expert: only
+    the residual carries them on.
+    """
     vocabulary: Count = 256
-    """Rows of the embedding, and extent of the logits."""
+    """Rows of the embedding, and size of the last axis of the logits."""
     sequence: Count = 16
     """Tokens of a sample."""
 
@@ -407,8 +409,9 @@ class MixtureOfExperts(TransformerModel):
     def _mixture(
         self, graph: GraphBuilder, name: str, layer: TransformerLayer, data: ir.Value
     ) -> ir.Value:
-        """Send tokens to slots of their experts, apply the experts, and combine the results with
-        the weights of the gate.
+        """Send each token to a slot of each of its experts, apply the experts, and combine the
+        results with the weights of the gate. An expert has a slot for each token that it can take
+        (its capacity).
         """
         inner = layer.inner
         with graph.scope(name):
@@ -452,8 +455,9 @@ class MixtureOfExperts(TransformerModel):
     def _dispatch_and_combine(
         self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
-        """Return (dispatch, combine), both [batch, sequence, experts, capacity]: 1, or the weight
-        of the gate, for the slot that a token has in an expert, otherwise 0.
+        """Return (dispatch, combine), both [batch, sequence, experts, capacity]: 1 (dispatch) or
+        the weight of the gate (combine) for the slot that a token has in an expert, otherwise 0. An
+        expert has `capacity` slots, one per token that it takes.
 
         Slots are assigned to first choices before second choices, and to earlier tokens before
         later tokens. A slot beyond the capacity is out of range for OneHot, whose row is then zero,
@@ -472,7 +476,9 @@ class MixtureOfExperts(TransformerModel):
             return self._sum_over_choices(graph, seats), self._sum_over_choices(graph, weighted)
 
     def _sum_over_choices(self, graph: GraphBuilder, seats: ir.Value) -> ir.Value:
-        """Return [batch, choices * sequence, …] summed over the choices."""
+        """Return `seats` [batch, choices * sequence, experts, capacity] summed over the choices:
+        [batch, sequence, experts, capacity].
+        """
         apart = graph.reshape(seats, [0, self.choices, self.sequence, self.experts, self.capacity])
         return graph.op("ReduceSum", apart, graph.constant([1]), keepdims=0)
 
@@ -508,7 +514,9 @@ class Llama(TransformerModel):
         ("head_size", "halves"),
     )
     halves: ClassVar[int] = 2
-    """Rotary positions turn the first half of a head against the second."""
+    """Divisor of the head size: rotary positions rotate the first half of a head against the
+    second.
+    """
     heads: Count = 4
     """Query heads of a layer."""
     key_value_heads: Count = 2
@@ -516,7 +524,7 @@ class Llama(TransformerModel):
     feed_forward: Count = 128
     """Inner width of the SwiGLU."""
     vocabulary: Count = 256
-    """Rows of the embedding, and extent of the logits."""
+    """Rows of the embedding, and size of the last axis of the logits."""
     sequence: Count = 32
     """Tokens of a sample."""
     rotary_base: Count = 10000

@@ -52,7 +52,7 @@ class InceptionV3(ZooModel):
     width: Count = 4
     """Channels of the first convolution; all others are in the paper's proportion to its 32."""
     classes: Count = 10
-    """Extent of the logits."""
+    """Number of classes: the size of the last axis of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
         """Stem, modules named A to E as in the paper's figures 5 to 7 and 10, mean over the image,
@@ -194,7 +194,7 @@ class Vgg19(ZooModel):
     hidden: Count = 64
     """Width of the two inner linear layers."""
     classes: Count = 10
-    """Extent of the logits."""
+    """Number of classes: the size of the last axis of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
         data = graph.input("image", 3, self.image, self.image)
@@ -216,8 +216,8 @@ class Vgg19(ZooModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlexNet(ZooModel):
-    """AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al.,
-    2012). image [batch, 3, image, image] -> logits [batch, classes].
+    """AlexNet in the variant of the PaSE paper: one tower, without response normalisation
+    (Krizhevsky et al., 2012). image [batch, 3, image, image] -> logits [batch, classes].
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
@@ -231,7 +231,7 @@ class AlexNet(ZooModel):
     hidden: Count = 64
     """Width of the two inner linear layers."""
     classes: Count = 10
-    """Extent of the logits."""
+    """Number of classes: the size of the last axis of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
         wide = 8 * self.width // 3
@@ -288,7 +288,7 @@ class UNet(ZooModel):
     width: Count = 8
     """Channels of the first level; each level below has twice as many."""
     depth: Count = 2
-    """How often height and width are halved."""
+    """Number of times that height and width are halved."""
     classes: Count = 4
     """Classes of a pixel."""
 
@@ -372,7 +372,7 @@ class WideResNet(ZooModel):
     stages: tuple[Count, ...] = (1, 1, 1, 1)
     """Bottlenecks of each stage; every stage but the first halves height and width."""
     classes: Count = 10
-    """Extent of the logits."""
+    """Number of classes: the size of the last axis of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
         data = graph.input("image", 3, self.image, self.image)

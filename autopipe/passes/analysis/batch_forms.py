@@ -124,25 +124,27 @@ class _BaseForm(enum.Enum):
     EACH = "each"
     TOTAL = "total"
     BOUNDED = "bounded"
-    """A TOTAL plus a constant, or the maximum of a TOTAL and a constant. Only the division of
-    another TOTAL by this value gives a form other than MIXED.
+    """A TOTAL (a sum over samples) plus a constant, or the maximum of a TOTAL and a constant. Of
+    the operators that compute with this value, only the division of another TOTAL by it gives a
+    form other than MIXED.
     """
     RATIO = "ratio"
-    """A TOTAL divided by a TOTAL or a BOUNDED of the same degree. The divisor depends on no trained
-    parameter.
+    """A TOTAL (a sum over samples) divided by a TOTAL or a BOUNDED of the same degree. The divisor
+    depends on no trained parameter.
     """
     ROOT = "root"
-    """The square root of a TOTAL or of a RATIO."""
+    """The square root of a TOTAL (a sum over samples) or of a RATIO (a quotient of such sums)."""
     MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The form of a value, as defined in the docstring of the module.
+    """The form of a value: how its value for a batch follows from its values for parts of the
+    batch. The docstring of the module defines the forms.
 
     degree: the exponent d of the number of samples. For a RATIO or a ROOT, the degree of the TOTAL
     from which it is computed: 0 for a sum over samples, -1 for a mean.
-    divisor: as in `LossForm`.
+    divisor: for a sum over samples that is divided by a constant, this constant; otherwise None.
     """
 
     base: _BaseForm
@@ -200,13 +202,16 @@ _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
 _DIVIDED = (_BaseForm.BOUNDED, _BaseForm.RATIO, _BaseForm.ROOT)
 _DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
-"""Inference operators for which a MIXED form does not prove that results depend on the division of
-a batch. They gather or scatter samples, or depend on other samples only through rounding.
+"""Inference operators that gather or scatter samples, or depend on other samples only through
+rounding. If the form of their results is MIXED, this does not prove that results depend on the
+division of a batch.
 """
 _TOGETHER = "takes the samples of a batch together"
-"""Predicate in messages, for an operator that cannot split the sample axis."""
+"""Predicate of messages about an operator that cannot split the sample axis."""
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
-"""Operators that repeat a value along an axis. They turn a FIXED value into a UNIFORM one."""
+"""Operators that repeat a value along an axis. They turn a FIXED value (independent of samples)
+into a UNIFORM value (equal entries for all samples).
+"""
 
 
 def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -> LossForm:
@@ -269,7 +274,8 @@ def sample_mixing(graph: Graph, other: Graph | None) -> SampleMixing:
 
 class _FormAnalysis:
     """Computes the forms of values of one graph, in the order of the nodes, and stores them by
-    name.
+    name. The form of a value is how its value for a batch follows from its values for parts of the
+    batch.
     """
 
     def __init__(self, graph: Graph, other: Graph | None, fixed: int | None) -> None:
@@ -282,9 +288,10 @@ class _FormAnalysis:
 
     @property
     def ratios(self) -> tuple[str, ...]:
-        """Names of the values that are a RATIO or a ROOT, in the order of the nodes that write
-        them. The property covers the values for which `form_of_value` was called, and the values on
-        which they depend.
+        """Names of the values that are a RATIO (a quotient of sums over samples) or a ROOT (the
+        square root of a sum over samples or of a RATIO), in the order of the nodes that write them.
+        The property covers the values for which `form_of_value` was called, and the values on which
+        they depend.
         """
         return tuple(
             name
@@ -320,7 +327,9 @@ class _FormAnalysis:
         return found
 
     def _form_of_parameter(self, name: str) -> _Form:
-        """Return FIXED, or MIXED if the parameter has an entry for each sample of a batch."""
+        """Return the form of a parameter: MIXED if it has an entry for each sample of a batch,
+        otherwise FIXED, because it does not depend on samples.
+        """
         if name not in self._axes.values:
             return _FIXED
         return _Form(
@@ -329,8 +338,10 @@ class _FormAnalysis:
         )
 
     def _form_of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
-        """Return the form of a constant that is operand `place` of a node: FIXED or UNIFORM with
-        its degree, or MIXED.
+        """Return the form of a constant that is the operand with index `place` of a node. It is
+        FIXED if it has no batch dimension, UNIFORM if it has equal entries for all samples, or
+        MIXED. FIXED and UNIFORM have a degree d: the constant is proportional to (number of
+        samples)^d.
 
         MIXED stands for a constant whose entries differ between samples, or that depends on the
         number of samples otherwise than by a power of degree -1, 0 or 1.
@@ -351,8 +362,8 @@ class _FormAnalysis:
     def _degree_of_constant(
         self, graph: Graph, node: Node, place: int, array: np.ndarray
     ) -> int | None:
-        """Return d if the constant that is operand `place` of a node grows as n^d for n samples,
-        where d is -1, 0 or 1; None if the constant depends on n in another way.
+        """Return d if the constant that is the operand with index `place` of a node grows as n^d
+        for n samples, where d is -1, 0 or 1; None if the constant depends on n in another way.
 
         `array` is the constant for this graph's number of samples, or its entry for one sample if
         it has an entry per sample. `graph` is the graph for another number of samples. The constant
@@ -401,8 +412,9 @@ class _FormAnalysis:
         """Return the form of the result `name` of a node.
 
         `form` is the form that the node gives to its results. It is corrected for a result whose
-        batch dimensions do not match it: for example, a FIXED form becomes UNIFORM if the node
-        repeats the value for each sample. A result without a possible correction is MIXED.
+        batch dimensions do not match it. For example, FIXED (independent of samples) becomes
+        UNIFORM (equal entries for all samples) if the node repeats the value for each sample. A
+        result without a possible correction is MIXED.
         """
         if form.base is _BaseForm.MIXED:
             return form
@@ -439,7 +451,9 @@ class _FormAnalysis:
         return self._form_of_sample_node(index, node, row, [name for _, name in read], operands)
 
     def _form_of_operand(self, node: Node, place: int, name: str) -> _Form:
-        """Return the form of `name`, a value or a constant, as operand `place` of a node."""
+        """Return the form of `name`, a value or a constant, which is the operand with index `place`
+        of a node.
+        """
         constant = self._graph.constant(name)
         return (
             self._forms[name] if constant is None else self._form_of_constant(constant, node, place)
@@ -448,7 +462,7 @@ class _FormAnalysis:
     def _form_of_sample_node(
         self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]
     ) -> _Form:
-        """Return the form that a node gives to its results if an operand contains samples or was
+        """Return the form that a node gives to its results. Some operand contains samples or was
         computed from samples or their number, and no operand is MIXED.
 
         `names` and `operands` are the names and forms of the operands, without absent and static
@@ -558,12 +572,12 @@ class _FormAnalysis:
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
     def _form_of_ratio(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
-        """Return the form of `top` divided by a TOTAL or a BOUNDED: a RATIO, or MIXED if this is
-        not possible.
+        """Return the form of `top` divided by a TOTAL (a sum over samples) or a BOUNDED (such a sum
+        plus a constant, or its maximum with a constant): a RATIO, or MIXED if this is not possible.
 
-        `degree` is the degree of the divisor. `divisor` is None if `_as_divisor` rejected it. A
-        RATIO requires that `top` is a TOTAL of the same degree, without a constant divisor, and has
-        the shape of the result.
+        `degree` is the degree of the divisor: 0 for a sum, -1 for a mean. `divisor` is None if
+        `_as_divisor` rejected it. A RATIO requires that `top` is a TOTAL of the same degree,
+        without a constant divisor, and has the shape of the result.
         """
         is_total = top.base is _BaseForm.TOTAL and top.degree == degree and top.divisor is None
         shapes = {self._graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0])}
@@ -577,8 +591,9 @@ class _FormAnalysis:
         return _Form(_BaseForm.RATIO, degree, divided_by=divisor)
 
     def _as_divisor(self, name: str, form: _Form) -> Divisor | None:
-        """Return the TOTAL `name` as a divisor. None if it has several elements, depends on a
-        trained parameter, or is itself divided by a constant batch size.
+        """Return the TOTAL `name`, a sum over samples of the form `form`, as a divisor. None if it
+        has several elements, depends on a trained parameter, or is itself divided by a constant
+        batch size.
         """
         if form.divisor is not None or name in self._trained or not self._has_one_element(name):
             return None
@@ -591,8 +606,8 @@ class _FormAnalysis:
     def _form_of_bounded_total(
         self, node: Node, names: list[str], operands: list[_Form]
     ) -> _Form | None:
-        """Return the BOUNDED form of a TOTAL plus a constant, or of the maximum of a TOTAL and a
-        constant.
+        """Return the form BOUNDED of a TOTAL (a sum over samples) plus a constant, or of the
+        maximum of a TOTAL and a constant.
 
         None for other nodes, for a mean over samples plus a constant, and if `_as_divisor` rejects
         the TOTAL.
@@ -639,8 +654,9 @@ class _FormAnalysis:
         return node.op == "Sqrt"
 
     def _form_after_division(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
-        """Return the form that a node gives to its results if it reads a BOUNDED, a RATIO or a
-        ROOT.
+        """Return the form that a node gives to its results if it reads a BOUNDED (a sum over
+        samples plus a constant, or the maximum of such a sum and a constant), a RATIO (a quotient
+        of sums over samples) or a ROOT (the square root of such a sum or quotient).
         """
         forms = [
             (form, name)
@@ -719,7 +735,9 @@ def _with_samples_first(array: np.ndarray, dimension: int, outer: int, batch: in
 
 
 def _mixed_form(node: Node, what: str) -> _Form:
-    """Return the form MIXED for a node, with a reason whose predicate is `what`."""
+    """Return the form MIXED (the parts of a batch do not determine the value) for the results of a
+    node, with a reason whose predicate is `what`.
+    """
     return _Form(
         _BaseForm.MIXED,
         mixing=SampleMixing(f"{node.op} {node.name!r} {what}", node.name),
@@ -729,7 +747,7 @@ def _mixed_form(node: Node, what: str) -> _Form:
 
 def _form_of_nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
     """Return the form of an elementwise nonlinear function of the operands. MIXED if an operand is
-    a TOTAL or depends on the number of samples.
+    a TOTAL (a sum over samples) or depends on the number of samples.
     """
     found = list(operands)
     for each in found:
@@ -743,7 +761,7 @@ def _form_of_nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
 
 def _form_of_product(node: Node, operands: Sequence[_Form]) -> _Form:
     """Return the form of a function that is linear in each operand while the others are fixed.
-    MIXED if it multiplies a TOTAL by another TOTAL or by a value per sample.
+    MIXED if it multiplies a TOTAL (a sum over samples) by another TOTAL or by a value per sample.
     """
     totals = [each for each in operands if each.base is _BaseForm.TOTAL]
     others = [each for each in operands if each.base not in (_BaseForm.FIXED, _BaseForm.TOTAL)]
@@ -762,7 +780,8 @@ def _form_of_product(node: Node, operands: Sequence[_Form]) -> _Form:
 
 def _form_of_sum(node: Node, operands: Sequence[_Form]) -> _Form:
     """Return the form of a function that is linear in all operands together, such as a sum. MIXED
-    if the operands have forms or degrees that cannot be added.
+    if the operands have forms or degrees that cannot be added, such as a sum over samples and a
+    value per sample.
     """
     found = operands[0]
     for each in operands[1:]:

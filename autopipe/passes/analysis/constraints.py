@@ -227,8 +227,8 @@ def axis_of_node(
     samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS
 ) -> str | None:
     """Return the name of `axis` in the iteration space of the node, or None if the space does not
-    have this axis. If `axis` is `counting`, it stands for the batch axis, whose name differs
-    between operators.
+    have this axis. An `axis` equal to `counting` stands for the batch axis, whose name in iteration
+    spaces differs between operators.
     """
     name = samples.axes[node] if axis == counting else axis
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None

@@ -28,8 +28,9 @@ bound for all elements.
 _MOST_VISITS = 1000
 """Maximum number of values of the graph that are searched for uses of one input."""
 _MOST_PARTS = 1 << 10
-"""Maximum number of different pairs of bounds of one input; above it, the input gets no bounds per
-part. The input of a recommender model has a few dozen.
+"""Maximum number of different pairs (lower bound, upper bound) of the elements of one input. An
+input with more pairs gets no bounds per part. The input of a recommender model has a few dozen
+pairs.
 """
 _UNBOUNDED = 1 << 62
 _FEWEST_CONSECUTIVE = 3
@@ -102,9 +103,9 @@ def _is_cast_to_integer(graph: Graph, value: Value) -> bool:
 
 
 def _element_move(node: Node) -> Move | None:
-    """Return the function of the node's operator that maps an array with one number per element of
-    an operand to the array of these numbers in a result (`Operator.moved`). None if the operator
-    has no such function.
+    """Return the function `Operator.moved` of the node's operator, or None if the operator has
+    none. Given an array with one number per element of an operand, the function returns the array
+    that has these numbers at the positions of the elements in a result.
     """
     row = operator_of(node)
     return None if row is None else row.moved
@@ -261,9 +262,9 @@ def _input_bounds(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | N
 
 
 def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
-    """Return the likely range (inclusive lower bound, exclusive upper bound) of operand `slot` of a
-    node, or None if its use implies no range. Data are generated in this range, but data outside of
-    it are not rejected.
+    """Return the likely range (inclusive lower bound, exclusive upper bound) of the operand with
+    index `slot` of a node, or None if its use implies no range. Data are generated in this range,
+    but data outside of it are not rejected.
 
     An operand that Equal compares with consecutive integers is assumed to be a class. An operand
     that another comparison, such as Less, compares with consecutive integers is assumed to be a
@@ -304,8 +305,9 @@ def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
 
 
 def _following_paths(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """Yield a path for each result of the node that contains the elements of operand `slot`, which
-    is `path`. Yield nothing if the node computes other values from the elements.
+    """Yield a path for each result of the node that contains the elements of the operand with index
+    `slot`, whose path is `path`. Yield nothing if the node computes other values from these
+    elements.
     """
     if node.op in ("Add", "Sub"):
         yield from _shifted_paths(graph, node, slot, path)

@@ -31,7 +31,7 @@ from autopipe.ir.repeats import Labels, Repeat, Wiring, find_repeats
 _MAX_COMPARED_ELEMENTS: Final = 64
 """Maximum number of elements of a constant whose values must be equal in equal layers."""
 _HEAVY_KINDS: Final = frozenset({"matmul", "convolution", "recurrent"})
-"""Classes of operators that do most of the work of a layer."""
+"""Kinds of operators that do most of the work of a layer (`Operator.kind`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,9 @@ def _side_branches_first(graph: Graph) -> list[int]:
     component = list(range(count))
 
     def root(index: int) -> int:
-        """Return the node that represents the connected component of a light node."""
+        """Return the node that represents the connected component of a light node, which depends on
+        no matmul, convolution or recurrent layer with a parameter.
+        """
         while component[index] != index:
             component[index] = component[component[index]]
             index = component[index]

@@ -113,8 +113,9 @@ def choose_loss_division(
 
 
 def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool) -> LossDivision:
-    """Return how the loss of a step is computed from the sums N_k and D_k of its micro-batches,
-    with the symbols of `loss_ratio`.
+    """Return how the loss of a step is computed from the sums N_k and D_k over the samples of each
+    micro-batch k. The loss of a batch is h(N / d(D)), where N and D are sums over samples, h is the
+    identity or the square root, and d adds a constant or applies a minimum.
 
     Sums are multiplied by a weight so that the divisor has a magnitude of about 1, and the
     gradients of N have about the magnitude of the gradients of the loss, because float16 cannot
@@ -142,8 +143,8 @@ def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool)
 
 def _depends_on_division(graph: Graph, node: Node, form: LossForm | None) -> bool:
     """True if a node that mixes samples gives other results on micro-batches than on the full
-    batch. Not counted is a loss with class weights whose sum of weights is the divisor of `form`,
-    because that divisor is computed for the full batch.
+    batch. A loss with class weights does not count if the sum of its weights is the divisor of
+    `form`, because that divisor is computed for the full batch.
     """
     if not is_label_loss(node):
         return True
@@ -172,7 +173,8 @@ def with_loss_totals(model: Model, form: LossForm | None, batching: Batching) ->
 
 def differentiated_value(model: Model, division: LossDivision) -> str:
     """Return the name of the value whose gradient is computed in each micro-batch: the loss of the
-    model, or, for a divided loss, the sum N that `with_loss_totals` adds to the outputs.
+    model, or, for a divided loss, its dividend, a sum over samples that `with_loss_totals` adds to
+    the outputs.
     """
     if not division.divided:
         return model.loss

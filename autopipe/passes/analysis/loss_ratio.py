@@ -27,8 +27,8 @@ Stated = tuple[str, Attribute]
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """The divisor d(D) of a sum over samples: max(D + `added`, `minimum`), where `total` is the
-    name of D. `minimum` None stands for no minimum.
+    """The divisor d(D) = max(D + `added`, `minimum`) of a loss, where D is a sum or mean over
+    samples with the name `total`. If `minimum` is None, d(D) = D + `added`.
     """
 
     total: str
@@ -42,14 +42,14 @@ class Divisor:
 
     @property
     def is_plain(self) -> bool:
-        """True if the divisor is D itself: it has no added constant and no minimum."""
+        """True if the divisor d(D) is the sum D itself: it has no added constant and no minimum."""
         return not self.added and self.minimum is None
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A loss h(N / d(D)), with the symbols of the module's docstring. `root` is True if h is the
-    square root, False if h is the identity.
+    """A loss h(N / d(D)). N and D are sums over samples, d adds a constant or applies a minimum,
+    and h is the square root if `root` is True, otherwise the identity.
     """
 
     divisor: Divisor | None
@@ -64,8 +64,9 @@ class Ratio:
 
 
 def with_total_outputs(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
-    """Return (graph, name of N): the graph with N as an additional output and, if the ratio has a
-    divisor, D as the last output.
+    """Return (graph, name of N) for a loss that is a sum N over samples, divided by a function of
+    another sum D. The graph has N as an additional output and, if the ratio has a divisor, D as the
+    last output.
 
     None if the graph lacks values of `ratio`, because it differs from the graph from which `ratio`
     was derived.
@@ -100,7 +101,8 @@ def summed_elements(graph: Graph, total: str) -> int:
 
 
 class _TotalBuilder:
-    """Adds nodes that compute N and D to a graph. `nodes` are the graph's nodes and the added ones,
+    """Adds nodes to a graph that compute N, the sum over samples that a loss divides, and D, the
+    sum from which its divisor is computed. `nodes` are the graph's nodes and the added ones,
     `added` are the new values.
     """
 
@@ -114,8 +116,8 @@ class _TotalBuilder:
         self._counted: str | None = None
 
     def total(self, name: str) -> str | None:
-        """Return the name of a new or existing value: the value `name` without the division by d(D)
-        and without the square root. None if the graph lacks the necessary values.
+        """Return the name of a new or existing value: the value `name` without the division by the
+        loss's divisor and without the square root. None if the graph lacks the necessary values.
         """
         if name not in self._totals:
             self._totals[name] = self._new_total(name)
@@ -125,7 +127,8 @@ class _TotalBuilder:
         """Return the name of the value `name` without the division and the square root, adding the
         nodes that compute it. None if the graph lacks the necessary values.
 
-        If the value is a sum, each summand that was not divided is multiplied by D.
+        If the value is a sum, each summand that was not divided is multiplied by D, the divisor of
+        the other summands.
         """
         index = self._graph.producer(name)
         if index is None:
@@ -156,8 +159,9 @@ class _TotalBuilder:
     def _append(
         self, node: Node, inputs: tuple[str, ...], result: str, attributes: tuple[Stated, ...]
     ) -> str:
-        """Add a copy of `node` with these inputs and attributes. The copy writes a new value, which
-        replaces the value `result` in the computation of N. Return the name of the new value.
+        """Add a copy of `node` with these inputs and attributes. The copy writes a new value
+        instead of the value `result`, for the computation of the sum that the loss divides. Return
+        the name of the new value.
         """
         value = self._graph.type_of(result)
         total = self.added.value(f"{result}_total", value.dtype, value.shape)
@@ -175,8 +179,8 @@ class _TotalBuilder:
         return result
 
     def _times_divisor(self, name: str) -> str | None:
-        """Return the name of the product of the value `name` and D, adding the nodes that compute
-        it. None if the graph has no D.
+        """Return the name of the product of the value `name` and D, the sum over samples by which
+        the loss is divided, adding the nodes that compute it. None if the graph has no D.
         """
         value = self._graph.type_of(name)
         divisor = self.divisor_value()
@@ -190,8 +194,9 @@ class _TotalBuilder:
         )
 
     def divisor_value(self) -> str | None:
-        """Return the name of D as a float32 scalar, adding the nodes that compute it at the first
-        call. None if the graph lacks D, or already has a value `COUNTED_LABELS`.
+        """Return the name of D, the sum over samples by which the loss is divided, as a float32
+        scalar. The first call adds the nodes that compute it. None if the graph lacks D, or already
+        has a value `COUNTED_LABELS`.
         """
         divisor = self._ratio.divisor
         assert divisor is not None

@@ -47,8 +47,9 @@ the two nodes in one segment, because torch computes them in one call.
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a stage that recomputes activations. `nodes` contains the indices of the
-    nodes of each segment.
+    """The segments of a stage that recomputes activations. A segment is a range of consecutive
+    nodes whose activations are recomputed together. `nodes` contains the indices of the nodes of
+    each segment.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -60,14 +61,17 @@ class Segments:
 
 @memoize(MAX_CACHED_GRAPHS)
 def make_segmenter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
-    """Return a function that divides a stage into segments. Its arguments are the indices of the
-    stage's nodes in execution order and the number of micro-batches in flight, for which callers
-    pass `Placement.length`, the number of stages of a pipeline. The function caches its results.
+    """Return a function that divides a stage that recomputes activations into segments (ranges of
+    consecutive nodes). Its arguments are the indices of the stage's nodes in execution order and
+    the number of micro-batches in flight, for which callers pass `Placement.length`, the number of
+    stages of a pipeline. The function caches its results.
     """
 
     @functools.cache
     def cut(nodes: tuple[int, ...], held: int) -> Segments:
-        """Return the segments of the stage with these nodes."""
+        """Return the segments of the stage with the nodes `nodes`. `held` is the number of
+        micro-batches in flight.
+        """
         spans = _value_spans(graph, nodes)
         cuts = segment_boundaries(
             [_saved_bytes(graph, node) for node in nodes],
@@ -93,8 +97,8 @@ def segment_boundaries(kept: Sequence[int], crossing: Sequence[int], held: int) 
     crossing: for each node, the bytes that cross a boundary before it.
     held: number of micro-batches in flight.
 
-    Of the boundaries that result from the tried limits, these have the minimum of the objective in
-    the module's docstring.
+    Several limits on the bytes of a segment are tried. Of the resulting boundaries, these minimise
+    held * (bytes that cross boundaries) + (maximum over segments of the bytes saved in a segment).
     """
     total = sum(kept)
     sums = (0, *accumulate(kept))
@@ -238,8 +242,8 @@ def values_with_gradient(code: StageCode, differentiable: frozenset[str]) -> set
 def with_segments(
     graph: Graph, code: StageCode, differentiable: frozenset[str], held: int
 ) -> StageCode:
-    """Return the code of a training stage, divided into segments if the stage recomputes
-    activations.
+    """Return the code of a training stage. If the stage recomputes activations, the code is divided
+    into segments: ranges of consecutive nodes, one of which is recomputed at a time.
 
     graph: the graph for the micro-batch size of the stage.
     differentiable: names of the values that have a gradient.
@@ -263,8 +267,9 @@ def with_segments(
 
 
 def recomputed_segments(code: StageCode) -> frozenset[int]:
-    """Return the indices of the segments whose forward runs again in backward: the segments that
-    write a value that receives a gradient and is an output of the stage or read by a later segment.
+    """Return the indices of the segments whose forward runs again in backward. These are the
+    segments that write a value that receives a gradient, if this value is an output of the stage or
+    a later segment reads it.
     """
     found: set[int] = set()
     wanted = {value.name for value in code.outputs}

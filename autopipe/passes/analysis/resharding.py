@@ -45,14 +45,16 @@ from autopipe.ir.space import Space
 def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
     """Return the steps that convert a value from layout `source` to layout `target`.
 
-    `source` must have even shards (no shards read through windows) and no partial sums. The first
-    rule that applies decides:
+    `source` must have no partial sums and even shards, not windowed shards (shards of a dimension
+    that an operator such as a convolution reads through sliding windows; they may overlap). The
+    first rule that applies decides:
 
     1. If the layouts are equal: no steps.
     2. If `target` has windowed shards: one `slice` if no device lacks an element, otherwise one
        `redistribute`.
-    3. If the strides of all mesh axes do not nest, so that none of the other rules can compare
-       them: one `redistribute`.
+    3. If the mesh axes cannot be compared by the other rules, because their strides do not nest
+       (each stride at which an axis begins or ends divides the next larger one): one
+       `redistribute`.
     4. If each dimension is either sharded further or gathered, and no gathered mesh axis shards
        another dimension of `target`: one `slice` per dimension that is sharded further, then one
        `all_gather` per gathered dimension. Slicing first reduces the gathered volume.
@@ -208,8 +210,8 @@ def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
     """True if the mesh axes `wanted` shard a dimension as `present` does, and each shard possibly
     further.
 
-    `present` and `wanted` are merged (`merge_axes`), so the innermost axis of `present` may be the
-    outer part of an axis of `wanted`.
+    In `present` and `wanted`, adjacent axes are merged (`merge_axes`), so the innermost axis of
+    `present` may be the outer part of an axis of `wanted`.
     """
     if not present:
         return True
@@ -235,8 +237,8 @@ def remove_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
 
 
 def _nested_bounds(axes: Iterable[MeshAxis]) -> list[int] | None:
-    """Return the strides at which the axes begin and end, in ascending order, or None if they do
-    not nest (`are_nested`).
+    """Return the strides at which the axes begin and end, in ascending order. Return None if they
+    do not nest, that is, if a stride does not divide the next larger one.
 
     An axis (degree, stride) begins at `stride` and ends at `stride` · `degree`.
     """
@@ -306,9 +308,10 @@ def received_layouts(
     compute.
 
     This is the layout that all nodes of the stage need, or replicated if they need different
-    layouts. Windowed shards count as even shards of the same mesh axes
-    (`Layout.with_even_shards`). Constants and the values in `whole` are replicated. The values of
-    other stages that the stage gathers (`Stage.gathers`) are received in slices (`shard_copies`).
+    layouts. Windowed shards, which may overlap because an operator reads them through sliding
+    windows, count as even shards of the same mesh axes (`Layout.with_even_shards`). Constants and
+    the values in `whole` are replicated. The values of other stages that the stage gathers
+    (`Stage.gathers`) are received in slices (`shard_copies`).
     """
     computed = frozenset(name for constant in nodes for name in constant.node.outputs)
     replicated_names = whole | {constant.value.name for constant in graph.constants}
@@ -411,7 +414,8 @@ def _needed_layouts(
     nodes: Sequence[NodeLayouts], skipped: Set[str] = frozenset()
 ) -> dict[str, dict[Layout, None]]:
     """Return, for each value, the layouts in which the nodes read it, in order of first use.
-    Windowed shards are replaced by even shards. Values in `skipped` are omitted.
+    Windowed shards, which may overlap because an operator reads them through sliding windows, are
+    replaced by even shards. Values in `skipped` are omitted.
     """
     needed: dict[str, dict[Layout, None]] = {}
     for each in nodes:

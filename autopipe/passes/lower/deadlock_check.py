@@ -218,9 +218,10 @@ class Action:
         """Run the action on a micro-batch and return None, or return the reason why it cannot run
         yet.
 
-        `done` contains the micro-batches on which the rank has run each part, and is extended. The
-        action appends the ranks that may be able to continue to `awake`. Raises CodegenError if the
-        action can never run, or contradicts the instructions of another rank.
+        `done` contains, by stage and phase such as `2F`, the micro-batches on which the rank `rank`
+        has run this part of its step. The action adds the micro-batch to `done`, and appends the
+        ranks that may be able to continue now to `awake`. Raises CodegenError if the action can
+        never run, or contradicts the instructions of another rank.
         """
         for channel in self.posts[micro_batch % len(self.posts)]:
             channel.post(channel.uses.message(micro_batch))
@@ -295,11 +296,11 @@ class Connections:
     """The channels, communicators and barriers of a program, which connect its ranks."""
 
     channels: dict[tuple[int, bool], ProofChannel] = field(default_factory=dict)
-    """By (number of the channel, True if it carries gradients)."""
+    """The channels, by (number of the channel, True if it carries gradients)."""
     communicators: dict[tuple[int, int], Communicator] = field(default_factory=dict)
-    """By (sending rank, receiving rank)."""
+    """The communicators, by (sending rank, receiving rank)."""
     barriers: dict[tuple[int, Opcode], Barrier] = field(default_factory=dict)
-    """By (stage, opcode of the task)."""
+    """The barriers, by (stage, opcode of the task)."""
 
 
 class RankTrace:
@@ -351,8 +352,9 @@ class RankTrace:
     def _make_action(
         self, opcode: Opcode, stage: int, source: int | None, part: int | None
     ) -> Action:
-        """Return the action of the instructions with this opcode and stage. `source` and `part`
-        restrict a receive to one sending stage and to one slice of its micro-batches.
+        """Return the action of the instructions with this opcode and stage. A receive may be
+        restricted to the messages of one sending stage, `source`, and to those of one slice of its
+        micro-batches, the slice with the index `part`; None stands for no restriction.
         """
         receives = self._wired[stage].receives
         sends = self._wired[stage].sends
@@ -417,8 +419,8 @@ class RankTrace:
         source: int | None = None,
         part: int | None = None,
     ) -> Periodic[ProofChannel]:
-        """Return the channels on which `pieces`, or their gradients if `gradient`, are sent between
-        this rank and other ranks, by micro-batch of this rank.
+        """Return, by micro-batch of this rank, the channels on which the messages `pieces`, or
+        their gradients if `gradient`, are sent between this rank and other ranks.
 
         `source` restricts the channels to those from the stage `source`, `part` to those of the
         slice of the sender's micro-batches with this index.
@@ -554,9 +556,10 @@ def _check_reductions(program: Program, traces: Sequence[RankTrace]) -> None:
     """Raise CodegenError if two ranks of a group would start the group's gradient all-reduces in
     different orders.
 
-    A rank starts the all-reduce of a shard with a home stage (`ParameterShard.home`) after the last
-    backward of that stage in the step. Shards without a home stage are reduced at the end of the
-    step and are not checked.
+    The home stage of a parameter shard (`ParameterShard.home`) is the only stage that uses the
+    shard, if exactly the ranks of this stage hold it. A rank starts the all-reduce of such a shard
+    after the last backward of the home stage in the step. The gradients of shards without a home
+    stage are reduced at the end of the step and are not checked.
     """
     orders: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for rank, trace in zip(program.ranks, traces, strict=True):

@@ -165,8 +165,9 @@ def _launched_kernels(
         return kernel
 
     def gradient_reductions(home: int | None) -> Iterator[_Kernel]:
-        """Yield the gradient all-reduces of the shards with this home stage
-        (`ParameterShard.home`). With `home` None, yield those of the shards without one.
+        """Yield the gradient all-reduces of the parameter shards that only the stage `home` uses
+        (`ParameterShard.home`). If `home` is None, yield the all-reduces of the shards without such
+        a stage.
         """
         summing = {shard.gradient_ranks for shard in code.shards if shard.home == home}
         for ranks in sorted(each for each in summing if len(each) > 1):

@@ -250,7 +250,7 @@ def running_statistic_calls(
     graph: Graph, codes: Sequence[StageCode]
 ) -> tuple[RunningStatisticCalls, ...]:
     """Return the calls of BatchNormalization that update the running statistics held by several
-    stages of one pipeline. There is one entry per pair of such a statistic and pipeline.
+    stages of one pipeline. There is one entry per pair of a running statistic and a pipeline.
     """
     indices = {each.value.name: index for index, each in enumerate(graph.parameters)}
     holders: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -422,8 +422,8 @@ def fold_into_sections(
 
 
 def _fold(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
-    """Return the instructions with repeated instructions folded into loops. `units` is as in
-    `_largest_loop`.
+    """Return the instructions with repeated instructions folded into loops. `units` contains, by
+    stage, the size of its micro-batches in a unit that is common to all stages.
     """
     before, loop, after = _largest_loop(flat, units)
     return (*_fold(before, units), *loop, *_fold(after, units)) if loop else tuple(flat)
@@ -442,10 +442,10 @@ def _largest_loop(
     instructions. Ties go to the shortest body. The loop is () if nothing repeats.
 
     A body of n instructions repeats if each instruction equals the instruction n positions earlier
-    except for its micro-batch, and all micro-batches advance by one distance. Stages may have
-    micro-batches of different sizes. `units` contains the size of the micro-batches of each stage
-    in a common unit, so that equal distances in samples are equal numbers. Time O(length of `flat`
-    times `_MAX_BODY`).
+    except for its micro-batch, and all micro-batches advance by one distance. `units` contains, by
+    stage, the size of its micro-batches in a unit that is common to all stages. The index of a
+    micro-batch is multiplied by this size before distances are compared, because stages may have
+    micro-batches of different sizes. Time O(length of `flat` times `_MAX_BODY`).
     """
     kinds: dict[tuple[int, Opcode, int | None, int | None], int] = {}
     keys = ((each.stage, each.opcode, each.source, each.part) for each in flat)

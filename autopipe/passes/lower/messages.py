@@ -152,8 +152,9 @@ class IncomingMessages:
 
 
 _Receive = tuple[int, Opcode, int | None, int | None]
-"""Identification of receive instructions: (stage, opcode, source, part). The source is None for all
-sources, the part is None for all micro-batches of the source.
+"""Identification of receive instructions: (stage, opcode, source, part). `source` is the sending
+stage, None for all sources. `part` is the index of a slice of the micro-batches of the source, None
+for all of its micro-batches.
 """
 
 
@@ -359,10 +360,10 @@ def receives_before_tasks(
     """Return, for each task of a rank, the receives that the rank posts before the task runs.
 
     The receive of a task's input is posted one task ahead, so that the message arrives while the
-    previous task computes. Receives from one rank follow the order of its sends. A receive is
-    therefore posted earlier if the sender sends another message later whose receive is posted
-    earlier. One instruction receives from all sources of a stage if these send in one order and
-    their ranks send no other messages to this rank.
+    previous task computes. Receives from one rank follow the order of its sends: the receive of a
+    message is posted no later than the receives of all messages that the rank sends after it. One
+    instruction receives from all source stages of a stage if these send in one order and their
+    ranks send no other messages to this rank.
     """
     used = {
         (task.stage, RECEIVED_BY[task.phase], task.micro_batch): position
@@ -395,7 +396,7 @@ def _receive_instructions(
     source: the stage that sends, or None if the instruction receives from all sources of the stage.
     It is None if the stage has one source, or if all sources send in one order and their ranks send
     no other messages to this rank.
-    ranks: the numbers of the ranks that send.
+    ranks: the ranks that send, numbered as in `RankPeers.receives`.
     """
     senders = Counter(
         rank
@@ -430,7 +431,8 @@ def _order_of_sends(
     entries: Iterable[tuple[IncomingMessages, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
     """Return (micro-batch, part) of each message in `entries`, in the order in which the messages
-    are sent.
+    are sent. The micro-batch is that of the receiving stage. The part is the index of the slice of
+    the sender's micro-batches that send such messages, None for all micro-batches.
     """
     every = (
         (place, each, incoming.part)

@@ -180,9 +180,9 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
 class _LocalValues:
     """The local shards of the values of a stage on one device.
 
-    A value may exist in several layouts, for example as a partial sum and after its reduction. In
-    the layout in `layouts`, the shard has the name of the value; in other layouts it has a derived
-    name.
+    A value may exist in several layouts, for example as a partial sum and after its reduction. The
+    shard in the layout `layouts[name]` has the name of the value. The shards in other layouts have
+    derived names.
     """
 
     def __init__(self, graph: Graph, taken: Mapping[str, Layout]) -> None:
@@ -194,10 +194,10 @@ class _LocalValues:
             self.add(name, layout)
 
     def add(self, name: str, layout: Layout, form: str | None = None) -> Value:
-        """Add a layout of the value `name` and return its local shard.
+        """Add a layout of the value `name` and return the local shard of the value in this layout.
 
-        Without `form`, the shard has the name of the value. With `form`, such as `partial`, it has
-        a derived name that no value of the graph has.
+        If `form` is None, the shard has the name of the value. Otherwise `form` is a suffix, such
+        as `partial`, and the shard has a derived name that no value of the graph has.
         """
         local = name
         if form is None:
@@ -216,8 +216,9 @@ class _LocalValues:
 def _make_collective(
     exchange: ValueRedistribution, held: _LocalValues, itemsize: int
 ) -> Collective:
-    """Return the collective of a step that changes the layout of a value, and add its result to
-    `held`. `itemsize` is the bytes per element that are sent.
+    """Return the collective that performs `exchange`, one change of the layout of a value, and add
+    its result to `held`, the local shards of the device. `itemsize` is the bytes per element that
+    are sent.
     """
     step = exchange.step
     is_first = step.source.is_partial and not step.result.is_partial
@@ -235,10 +236,12 @@ def _make_compute(
     reduced: set[str],
     batch: BatchAxes,
 ) -> Compute:
-    """Return the node of `form` as an operation on local shards, and add its results to `held`.
+    """Return the node of `form` as an operation on local shards, and add its results to `held`, the
+    local shards of the device.
 
-    Results in `reduced` are partial sums, which a collective after the node reduces. `batch` has
-    the batch dimensions of the values.
+    `form` has the node and the layouts of its operands and results. `space` is the iteration space
+    of the node, which `splits` divide over `group` devices. Results in `reduced` are partial sums,
+    which a collective after the node reduces. `batch` has the batch dimensions of the values.
     """
     node = form.node
     global_signature = signature_of(graph, form.node)

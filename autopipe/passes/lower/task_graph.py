@@ -523,8 +523,8 @@ def _collectives_by_opcode(
     """Return the collectives of a stage by the opcode of the task in which they run. `every` are
     the collectives of one forward and backward.
 
-    The backward of a segment that is recomputed first repeats the collectives of the segment's
-    forward.
+    A stage that recomputes activations is divided into segments. The backward of a recomputed
+    segment first repeats the collectives of the segment's forward.
     """
     forward = [each for each in every if not each.backward]
     backward = [each for each in every if each.backward]

@@ -25,7 +25,8 @@ from autopipe.passes.cost.range_tables import state_sums
 from autopipe.passes.cost.roofline import mean_node_seconds, node_seconds
 
 _MAXIMUM_BLOCKS = 224
-"""Maximum number of blocks of a chain. The time of the search grows with the square of this number.
+"""Maximum number of blocks (ranges of consecutive nodes) into which a model is divided. The time of
+the search grows with the square of this number.
 """
 
 _Floats = NDArray[np.float64]
@@ -36,9 +37,9 @@ def best_run_ends(
     known: Sequence[int],
     bounds: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Return the boundaries at which the runs of a partition of a chain end, such that the longest
-    run is as short as possible. A run is a contiguous range of blocks. Return [] if there is no
-    partition.
+    """Return the block boundaries at which the runs of a partition of a chain end. A run is a
+    contiguous range of blocks, and the longest run is as short as possible. Return [] if there is
+    no partition.
 
     `lengths[s][a, b]` is the length of run s if it extends from block boundary a to boundary b,
     infinite if this is not permitted. If `bounds` is given, run s must end at a boundary from
@@ -47,10 +48,10 @@ def best_run_ends(
 
         R(s, b) = min over a < b of max(R(s-1, a), lengths[s-1][a, b])
 
-    Ties: for each run and end, the earliest start wins. `known` are the ends of the runs of some
-    partition. A run that is longer than the longest run of this partition is in no best partition,
-    so the search skips it. Time O(runs · boundaries · width), where width is the maximum number of
-    blocks in a run that is not skipped.
+    Ties: for each run and end, the earliest start wins. `known` are the ends of the runs of a known
+    partition. The search skips runs that are longer than the longest run of this partition, because
+    they are in no best partition. Time O(runs · boundaries · width), where width is the maximum
+    number of blocks in a run that is not skipped.
     """
     boundaries = np.arange(len(lengths[0]))
     different = {id(each): each for each in lengths}
@@ -92,9 +93,11 @@ def best_run_ends(
 def limit_runs_to_memory(
     lengths: Sequence[_Floats], weights: _Floats, capacity: Sequence[float]
 ) -> list[_Floats]:
-    """Return `lengths` with an infinite length for each run of blocks a … b-1 whose weight
-    `weights[a, b]` exceeds the `capacity` of the run's group. `lengths` and `capacity` have one
-    entry per run.
+    """Return `lengths`, in which each run that needs too much memory has an infinite length. A run
+    is a contiguous range of blocks a … b-1, which runs on one group of devices; it needs too much
+    memory if its weight `weights[a, b]` exceeds the `capacity` of the group.
+
+    `lengths` has one table per run, indexed by [a, b], and `capacity` one entry per run.
     """
     pairs = [(id(length), maximum) for length, maximum in zip(lengths, capacity, strict=True)]
     limited = {
@@ -105,15 +108,16 @@ def limit_runs_to_memory(
 
 
 def chain_step_seconds(seconds: Sequence[float], micro_batches: int) -> float:
-    """Return the seconds of a pipeline step with warm-up and cool-down. `seconds` contains the time
-    of each stage per micro-batch.
+    """Return the seconds of a pipeline step with warm-up and cool-down: the sum of the stages'
+    times plus, for each further micro-batch, the longest of these times. `seconds` contains the
+    time of each stage per micro-batch.
     """
     return sum(seconds) + (micro_batches - 1) * max(seconds)
 
 
 def even_run_ends(work: _Floats, count: int) -> list[int]:
-    """Return the boundaries at which `count` runs of about equal work end. `work` contains the work
-    of each block. Each run has at least one block.
+    """Return the block boundaries at which `count` runs (contiguous ranges of blocks) of about
+    equal work end. `work` contains the work of each block. Each run has at least one block.
     """
     done = np.concatenate(([0.0], np.cumsum(work)))
     stops = [0]

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 _MAXIMUM_STEPS = 50_000
 """Maximum number of sets of blocks for which `count_downsets` stores a count before it gives up."""
 _CELLS = 2**22
-"""Maximum number of pairs of downsets that are compared at once, to bound the memory of the
+"""Maximum number of pairs of downsets that are compared at once. It bounds the memory of the
 comparison.
 """
 
 
 def count_downsets(needs: tuple[int, ...]) -> int | None:
-    """Return the number of downsets, including the empty one, or None if counting takes too long.
+    """Return the number of downsets (sets that contain, with each block, all blocks that it depends
+    on) of a graph of blocks, including the empty one. Return None if counting takes too long.
 
     `needs` has, for each block in topological order, the set of the blocks that it reads from. If
     the blocks consist of independent parts, the result is the product of the counts of the parts.
@@ -46,8 +47,8 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
     known = {0: 1}
 
     def count(left: int) -> int:
-        """Return the number of downsets of the blocks `left`. Raises OverflowError after
-        `_MAXIMUM_STEPS` sets.
+        """Return the number of downsets of the graph of the blocks in the bit set `left`. Raises
+        OverflowError after `_MAXIMUM_STEPS` sets.
         """
         found = known.get(left)
         if found is not None:
@@ -107,11 +108,12 @@ def set_bits(mask: int) -> list[int]:
 
 
 def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[int]] | None:
-    """Return all downsets, grouped by their number of blocks and in ascending order in each group.
-    Return None if there are more than `most`.
+    """Return all downsets (sets that contain, with each block, all blocks that it depends on),
+    grouped by their number of blocks and in ascending order in each group. Return None if there are
+    more than `most`.
 
-    `needs` is as in `count_downsets`. The next group is found by extending each downset by each
-    block whose dependencies it contains.
+    `needs` contains, for each block in topological order, the set of the blocks that it reads from.
+    The next group is found by extending each downset by each block whose dependencies it contains.
     """
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
@@ -155,14 +157,14 @@ def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
 
 
 Figures = NDArray[np.float64]
-"""One number per pair of nested downsets."""
+"""One number per pair of nested downsets, of which one contains the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class NestedPairs:
-    """Some of the pairs of nested downsets of a `Downsets` object. `numbers` are their indices in
-    its list of all pairs; `inner` and `outer` are the indices of the inner and outer downset of
-    each pair.
+    """Some of the pairs of nested downsets of a `Downsets` object. In a pair, the outer downset
+    contains the inner one. `numbers` are the indices of the pairs in the object's list of all
+    pairs; `inner` and `outer` are the indices of the inner and outer downset of each pair.
     """
 
     numbers: NDArray[np.int64]
@@ -183,18 +185,24 @@ class NestedPairs:
 
 
 class Downsets:
-    """All downsets of a graph in descending order of size, and all pairs of nested downsets.
+    """All downsets (sets that contain, with each block, all blocks that it depends on) of a graph
+    in descending order of size, and all pairs of nested downsets, of which the outer one contains
+    the inner one.
 
     `holds[d, b]` is True if downset d contains block b. Downset 0 contains all blocks, and the last
     downset is empty. Pair p is (`inner[p]`, `outer[p]`), the indices of two different downsets; the
     blocks that are only in the outer downset can form a stage. Pairs are ordered by their inner
-    downset. All downsets of one size form level i: they are the downsets `levels[i]` … `levels[i +
-    1] - 1`, and the pairs with such an inner downset are the pairs `starts[i]` … `starts[i + 1] -
-    1`.
+    downset.
+
+    All downsets of one size form a level. Level i consists of the downsets `levels[i]` … `levels[i
+    + 1] - 1`. The pairs whose inner downset is in level i are the pairs `starts[i]` … `starts[i +
+    1] - 1`.
     """
 
     def __init__(self, needs: tuple[int, ...]) -> None:
-        """Enumerate the downsets. `needs` is as in `count_downsets`."""
+        """Enumerate the downsets. `needs` contains, for each block in topological order, the set of
+        the blocks that it reads from.
+        """
         found = (downset_levels(needs) or [])[::-1]
         masks = [mask for level in found for mask in level]
         packed = _bit_rows(masks, len(needs))
@@ -219,5 +227,5 @@ class Downsets:
 
     @property
     def pairs(self) -> NestedPairs:
-        """All pairs of nested downsets."""
+        """All pairs of nested downsets, of which the outer one contains the inner one."""
         return NestedPairs(np.arange(len(self.inner)), self.inner, self.outer)

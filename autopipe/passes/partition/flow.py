@@ -154,7 +154,9 @@ _ROWS = 1024
 """Number of bit sets that are unpacked at a time, to bound the memory."""
 
 Members = NDArray[np.bool_]
-"""Boolean array [d, v] that is true if downset d contains operator v."""
+"""Boolean array [d, v] that is true if downset d contains operator v. A downset is a set of
+operators that contains, with each operator, all operators that it depends on.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,12 +174,15 @@ class PartitionSpace:
 
     @property
     def undecided_count(self) -> int:
-        """Number of undecided questions of the form "is operator v in a stage after s?"."""
+        """Number of pairs (operator, stage s) for which the space permits the operator both up to
+        stage s and after it.
+        """
         return int((self.last - self.first).sum())
 
     def coarsened(self, group: Indices) -> PartitionSpace:
-        """Return the space in which groups of operators are the operators. `group` is the group of
-        each operator. A group may be in the stages that all of its operators permit.
+        """Return the space in which each group of operators is replaced by one operator. `group` is
+        the index of the group of each operator. A group may be in the stages in which all of its
+        operators may be.
         """
         flow = self.flow
         count = int(group.max(initial=-1)) + 1
@@ -195,8 +200,8 @@ class PartitionSpace:
         return PartitionSpace(coarse, self.stages, first, last)
 
     def within_limit(self, limit: float) -> PartitionSpace:
-        """Return a part of the space that contains all of its partitions without a stage of more
-        work than `limit`. It may be empty.
+        """Return the space with tighter bounds, which still contains all partitions without a stage
+        of more work than `limit`. The result may be empty.
 
         With W_before(v) = work of operator v and of all operators that it depends on, and
         W_after(v) = work of v and of all operators that depend on it:
@@ -329,10 +334,11 @@ class PartitionSpace:
         """Return the stage of each operator in the best partition with at most `limit` work per
         stage, whether it is contiguous or not. None if there is none.
 
-        The recurrence is that of `best_contiguous`, with downsets instead of the operators before
-        an index. `members` are all downsets of the flow. The best partition sends the fewest bytes
-        or, if `evenest`, has the smallest work of the largest stage. Time O(stages · pairs of
-        nested downsets).
+        A downset is a set of operators that contains, with each operator, all operators that it
+        depends on. The recurrence is that of `best_contiguous`, with downsets instead of the
+        operators before an index. `members` are all downsets of the flow. The best partition sends
+        the fewest bytes or, if `evenest`, has the smallest work of the largest stage. Time O(stages
+        · pairs of nested downsets).
         """
         done = members @ self.flow.work
         order = np.argsort(done, kind="stable")
@@ -429,8 +435,9 @@ def partition_space(
 
 
 def downset_members(flow: Flow, most: int) -> Members | None:
-    """Return all downsets of a flow as a `Members` array, in ascending order of size. Return None
-    if there are more than `most`.
+    """Return all downsets of a flow (sets of operators that contain, with each operator, all
+    operators that it depends on) as a `Members` array, in ascending order of size. Return None if
+    there are more than `most`.
     """
     levels = downset_levels(flow.needs(), most)
     return (

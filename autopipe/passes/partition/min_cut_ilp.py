@@ -231,14 +231,13 @@ def _merge_targets(flow: Flow, cheap: float) -> Indices:
 def _earlier_merge_target(
     flow: Flow, before: Sequence[int], operator: int, reads: list[int], gives: list[int]
 ) -> int | None:
-    """Return the operator into whose earlier stage `operator` can move without additional bytes, or
-    None.
+    """Return an operator u such that moving `operator` into the stage of u, which is not later,
+    never adds bytes between stages. None if there is none.
 
-    It is u, the last operator that `operator` reads from. All other producers and all other
-    readers of the operands must be ancestors of u. After the move, the results of `operator` are
-    sent instead of the values that u produces for it, so the results must not be larger. `before`
-    has the ancestors of each operator; `reads` and `gives` are the operands and results of
-    `operator`.
+    u is the last operator that `operator` reads from. All other producers and all other readers of
+    the operands must be ancestors of u. After the move, the results of `operator` are sent instead
+    of the values that u produces for it, so the results must not be larger. `before` has the
+    ancestors of each operator; `reads` and `gives` are the operands and results of `operator`.
     """
     if not reads:
         return None
@@ -255,13 +254,12 @@ def _earlier_merge_target(
 def _later_merge_target(
     flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]
 ) -> int | None:
-    """Return the operator whose stage an operator can join without additional bytes, or None.
-    `reads` and `gives` are the operands and results of that operator, and `before` contains the
-    ancestors of each operator.
+    """Return an operator w such that moving an operator v into the stage of w, which is not
+    earlier, never adds bytes between stages. None if there is none. `reads` and `gives` are the
+    operands and results of v, and `before` contains the ancestors of each operator.
 
-    It is w, the first reader of the results. All other readers of the results must depend on w.
-    After the move, the operands are sent instead of the results, so the operands must not be
-    larger.
+    w is the first reader of the results. All other readers of the results must depend on w. After
+    the move, the operands are sent instead of the results, so the operands must not be larger.
     """
     if not gives:
         return None
@@ -351,8 +349,8 @@ class StagePartition:
     direction.
     """
     bound: float
-    """Lower bound of the bytes of all partitions that do not divide a group; 0 if no bound is
-    proven.
+    """Lower bound of the bytes between stages over all partitions that divide no group of
+    operators; 0 if no bound is proven.
     """
     imbalance: float
     """Work of the largest stage minus the mean work, as a fraction of the mean."""
@@ -366,8 +364,8 @@ class StagePartition:
 
     @property
     def proven(self) -> bool:
-        """True if this partition is proven optimal among the partitions that keep the groups
-        together: `crossing_bytes` equals `bound`.
+        """True if this partition is proven optimal among the partitions that divide no group of
+        operators: `crossing_bytes` equals `bound`.
         """
         return self.crossing_bytes <= self.bound * (1 + _SAME)
 
@@ -434,8 +432,9 @@ class PartitionProblem:
         self, coarse: PartitionSpace, limit: float, group: Indices, start: Indices
     ) -> tuple[Indices, float]:
         """Return (stage of each operator, proven lower bound of the bytes). The partition is the
-        best one found that keeps the groups together, or `start` if that one does not send fewer
-        bytes than `start`. `coarse` is the space of the groups.
+        best one found that divides no group of operators, or `start` if the best one found does not
+        send fewer bytes than `start`. `group` is the index of the group of each operator, and
+        `coarse` is the space in which each group is one operator.
 
         Tried in this order: an integer program over the full space if it is small; a search over
         all downsets if there are few; and, for a large space, an integer program in which each
@@ -472,8 +471,10 @@ class PartitionProblem:
     def _solve_program(
         self, coarse: PartitionSpace, limit: float, group: Indices, fraction: float
     ) -> tuple[Indices | None, float]:
-        """Return (stage of each operator or None, lower bound of the bytes), as found by an integer
-        program over `coarse` in `fraction` of the remaining time.
+        """Return (stage of each operator or None, lower bound of the bytes between stages), as
+        found by an integer program in `fraction` of the remaining time. In the space `coarse` of
+        the program, each group of operators is one operator; `group` is the index of the group of
+        each operator.
         """
         program = crossing_program(coarse, limit)
         result = solve(
@@ -560,7 +561,9 @@ class PartitionProblem:
         largest stage has about the minimum work.
 
         The minimum is found by bisection over the work limit, with a relative error of about 0.5%.
-        Except for `contiguous` itself, only partitions that keep the groups together are tried.
+        Except for `contiguous` itself, only partitions that divide no group of operators are tried.
+        `group` is the index of the group of each operator, and `coarse` is the space in which each
+        group is one operator.
         """
         low = coarse.minimum_limit()
         bytes_of_best = self.flow.crossing_bytes(contiguous)
@@ -580,8 +583,9 @@ class PartitionProblem:
 
 def downsets_if_few(flow: Flow, limit: float) -> Members | None:
     """Return all downsets of the flow if an exhaustive search over them is feasible, otherwise
-    None. Both the downsets and the pairs of downsets that differ by at most `limit` work must be
-    few.
+    None. A downset is a set of operators that contains, with each operator, all operators that it
+    depends on. Both the downsets and the pairs of downsets that differ by at most `limit` work must
+    be few.
     """
     members = downset_members(flow, _MAXIMUM_DOWNSETS)
     if members is None:

@@ -37,15 +37,15 @@ def best_group_order(
     cluster's device groups. Ties go to the order that was tried first.
 
     `place` returns a placement for a problem whose cluster lists the groups in one of these orders.
-    The result of `best_group_order` uses the device indices of `problem`. If `parts` is True and no
-    constraint names devices, clusters with only some of the device types are tried first: they have
-    fewer devices, and the best of their steps permits skipping orders of the complete cluster. Set
-    `parts` to False for a strategy that can itself leave devices unused. `problem.time_limit` is
-    divided among the orders.
+    The result of `best_group_order` uses the device indices of `problem`. A device group is a set
+    of devices of one type. If `parts` is True and no constraint names devices, clusters with only
+    some of the device types are tried first. An order is skipped if a lower bound of its step
+    (`ideal_step_s`) is not below the shortest step found so far. Set `parts` to False for a
+    strategy that can itself leave devices unused. `problem.time_limit` is divided among the orders.
 
     An order is skipped if it has no placement, if its placement exceeds a memory limit, or if a
     stage of its placement is on devices of different types and the cluster does not allow this. If
-    all orders are skipped, the error of the given order is raised.
+    all orders are skipped, the error for the order of `problem.cluster` is raised.
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
@@ -94,10 +94,10 @@ def best_group_order(
 
 
 def group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yield orders of all device groups of a cluster, as indices of groups: first the given
-    order, then orders in which the groups of each device type are adjacent. With more than
-    `_MAX_PERMUTED_TYPES` types, only the reverse of the given order follows. Of orders that
-    visit equal groups in an equal sequence, only the first is yielded.
+    """Yield orders of all device groups (sets of devices of one type) of a cluster, as indices of
+    groups: first the order of the cluster, then orders in which the groups of each device type are
+    adjacent. With more than `_MAX_PERMUTED_TYPES` types, only the reverse of the cluster's order
+    follows. Of orders that visit equal groups in an equal sequence, only the first is yielded.
     """
     given = tuple(range(len(cluster.groups)))
     type_of_group = _type_of_each_group(cluster)

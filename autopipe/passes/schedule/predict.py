@@ -31,13 +31,15 @@ of): every `of`-th micro-batch, starting at `index`.
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
     """Return the messages that stages exchange for one micro-batch of the problem, sorted by
-    stages, micro-batch slices and devices.
+    stages, micro-batch slices and devices. A micro-batch slice is every n-th micro-batch of a
+    stage, from a first index on.
 
     A value that the devices of a stage hold in n shards is divided into n equal slices in order.
-    Neighbouring devices hold equal slices, and each slice has the same number of copies. A device
-    that needs a slice uses its local copy, if it has one. Otherwise it receives the slice from one
-    of the devices that hold it, chosen in rotation. If the stages have different micro-batch sizes,
-    or the receiving stage gathers the value, the layouts determine the messages, as in lowering.
+    Consecutive devices of the stage hold copies of one slice, and each slice has the same number of
+    copies. A device that needs a slice uses its local copy, if it has one. Otherwise it receives
+    the slice from one of the devices that hold it, chosen in rotation. If the stages have different
+    micro-batch sizes, or the receiving stage gathers the value, the messages follow instead from
+    the layouts of the value in both stages, as in the lowered program.
 
     Raises InfeasibleError if a value cannot be sent between stages with different micro-batch
     sizes.

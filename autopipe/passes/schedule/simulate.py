@@ -124,7 +124,7 @@ class DeviceSymmetry:
     schedule: Schedule
     """The schedule with one task list per pipeline rank."""
     groups: tuple[tuple[int, ...], ...]
-    """For each stage, the indices of its pipeline ranks."""
+    """For each stage, the indices of the pipeline ranks that run it."""
     prediction: Prediction
     """The prediction for all stages, with the messages of only the first pair of devices of each
     entry of `links`.
@@ -403,8 +403,8 @@ class _Simulation:
                 )
 
     def _become_idle(self, device: int, now: float) -> None:
-        """Count the device, which has become idle, for its next task, and start that task if it can
-        start.
+        """Note that the device, which is idle now, waits for the next task of its order. Start this
+        task if all of its devices wait for it and all of its messages have arrived.
         """
         position = self.position[device]
         if position < len(self.orders[device]):
@@ -465,6 +465,8 @@ class _Simulation:
         self._add_event(now, receiver, _ARRIVES)
 
     def _add_event(self, time: float, number: int, event: int) -> None:
-        """Add an event for the task `number` to the heap."""
+        """Add an event for a task to the heap: `time` in seconds, the integer `number` of the task,
+        and the kind `event` (`_ARRIVES` or `_ENDS`).
+        """
         self.event_count += 1
         heapq.heappush(self.events, (time, self.event_count, number, event))

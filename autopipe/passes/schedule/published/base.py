@@ -260,8 +260,9 @@ Item = TypeVar("Item")
 
 
 def first_slot(index: int, depth: int, group: int) -> int:
-    """Return the slot on the grid of the first forward of micro-batch `index`. The pipeline has
-    `depth` stages, and micro-batches run in groups of `group`.
+    """Return the slot of the first forward of micro-batch `index` on the slot grid, the diagram in
+    which each forward and each backward takes one time slot. The pipeline has `depth` stages, and
+    micro-batches run in groups of `group`.
 
     The slot is 2 * (depth * (index // group) + index % group). Micro-batches of a group start two
     slots apart, and groups start 2 * depth slots apart. If `group` equals `depth`, all
@@ -273,9 +274,12 @@ def first_slot(index: int, depth: int, group: int) -> int:
 def forward_and_backward_slots(
     forwards: Sequence[Item], backwards: Sequence[Item], first: int
 ) -> Iterator[tuple[int, Item]]:
-    """Yield (slot, item) for the forwards of one micro-batch, in consecutive slots from slot
-    `first` on, and then for its backwards. `forwards` and `backwards` are both ordered by stage;
-    the backward of the last stage runs first.
+    """Yield (slot, item) for the tasks of one micro-batch on the slot grid, on which each task
+    takes one time slot. Forwards have consecutive slots from slot `first` on, and backwards have
+    the slots after them.
+
+    `forwards` and `backwards` contain one item per stage, both ordered by stage; the backward of
+    the last stage runs first.
     """
     last = 2 * len(forwards) - 1
     yield from ((first + stage, item) for stage, item in enumerate(forwards))
@@ -285,8 +289,9 @@ def forward_and_backward_slots(
 def grid_slots(
     pipeline: Sequence[int], micro_batches: Iterable[int], group: int
 ) -> Iterator[tuple[int, Task]]:
-    """Yield (slot, task) for all tasks of `micro_batches` on the grid. `pipeline` contains the
-    stages of the pipeline, and micro-batches run in groups of `group`.
+    """Yield (slot, task) for all tasks of `micro_batches` on the slot grid, on which each task
+    takes one time slot. `pipeline` contains the stages of the pipeline, and micro-batches run in
+    groups of `group`, as in `first_slot`.
     """
     for index, m in enumerate(micro_batches):
         forwards = [Task(s, Phase.FORWARD, m) for s in pipeline]
@@ -312,8 +317,8 @@ def alternate_phases(
 
 
 def orders_by_slot(rank_stages: RankStages, slots: Iterable[tuple[int, Task]]) -> list[list[Task]]:
-    """Return the tasks of each pipeline rank in the order of their slots. Tasks of one slot keep
-    their order in `slots`.
+    """Return the tasks of each pipeline rank in the order of their time slots. `slots` has pairs
+    (slot, task). Tasks of one slot keep their order in `slots`.
     """
     rank_of = {stage: rank for rank, stages in enumerate(rank_stages) for stage in stages}
     orders: list[list[Task]] = [[] for _ in rank_stages]
@@ -331,8 +336,8 @@ def order_from_notation(
     The letter of a word is a phase, and the number is an index into the device's `stages`. A word
     stands for the first micro-batch of this stage whose forward (or backward) is not yet in the
     order; it is skipped if there is none. `micro_batches` contains the micro-batches of each stage.
-    The
-    word W has no number: it is the oldest weight gradient whose input gradient (I) is in the order.
+    The word W has no number: it is the oldest weight gradient whose input gradient (I) is in the
+    order and which is not yet in the order itself.
     """
     forwards = [deque(each) for each in micro_batches]
     backwards = [deque(each) for each in micro_batches]
@@ -366,11 +371,11 @@ def insert_weight_gradients(
     """Return the orders of all pipeline ranks with the weight gradients W inserted. `orders` has
     the forwards and input gradients of each rank.
 
-    Each task takes one slot, and the `stages` stages form a chain. In each slot, a rank runs its
-    next task of `orders` if all tasks that it depends on are done and, for a forward, fewer than
-    `capacity` activations are saved. Otherwise the rank runs its oldest weight gradient whose input
-    gradient has run, if any. Raises InfeasibleError if no rank can run a task, because `capacity`
-    is too small.
+    For this purpose, time is divided into slots, each task takes one slot, and the `stages` stages
+    form a chain. In each slot, a rank runs its next task of `orders` if all tasks that it depends
+    on are done and, for a forward, fewer than `capacity` activations are saved. Otherwise the rank
+    runs its oldest weight gradient whose input gradient has run, if any. Raises InfeasibleError if
+    no rank can run a task, because `capacity` is too small.
     """
     done: set[Task] = set()
 

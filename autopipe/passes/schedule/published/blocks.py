@@ -208,7 +208,9 @@ def _rejection(schedule: str, reason: str) -> InfeasibleError:
 
 
 SlottedBlocks = Iterator[tuple[int, int, int]]
-"""Triples (slot on the grid, micro-batch, index of the block)."""
+"""Triples (slot, micro-batch, index of the block). On each device, blocks run in the order of their
+slots, which are integers.
+"""
 
 
 def block_schedule_names() -> tuple[str, ...]:
@@ -261,9 +263,9 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
 
 
 def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield the blocks with all forwards before all other blocks. Forwards are the blocks that add
-    memory, and all blocks that these depend on. If no block adds memory, all blocks count as
-    forwards.
+    """Yield (slot, micro-batch, block) such that all forwards come before all other blocks.
+    Forwards are the blocks that add memory, and all blocks on which these depend. If no block adds
+    memory, all blocks count as forwards.
     """
     forward = {index for index, block in enumerate(graph.blocks) if block.memory > 0}
     for index in reversed(graph.order):
@@ -276,12 +278,12 @@ def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
 
 
 def _one_f_one_b_plus(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield the blocks on the grid of 1F1B, with slot numbers doubled so that they are even. A
-    block on several devices gets the odd number before or after the slot of its neighbour
-    (`BlockChain.shared`).
+    """Yield (slot, micro-batch, block) of 1F1B. The time slots, of which each block on one device
+    takes one, are doubled so that they are even. A block on several devices gets the odd number
+    before or after the slot of its neighbour (`BlockChain.shared`).
 
-    Lin et al., "Tessel" (HPCA 2024), section VI-A. Without backwards, micro-batches start one slot
-    of the grid apart.
+    Lin et al., "Tessel" (HPCA 2024), section VI-A. Without backwards, micro-batches start one time
+    slot apart.
     """
     chains = _block_chains(graph, "1f1b_plus")
     if len(chains) > 1:
@@ -301,8 +303,9 @@ def _one_f_one_b_plus(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
 
 
 def _chimera(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield the blocks of two chains in opposite directions on the grid. Each chain runs
-    micro-batches in groups of half the number of devices, as in schedule Chimera.
+    """Yield (slot, micro-batch, block) for two chains of blocks in opposite directions, in which
+    each block takes one time slot. Each chain runs micro-batches in groups of half the number of
+    devices, as in schedule Chimera.
     """
     chains = _block_chains(graph, "chimera")
     if (

@@ -126,9 +126,10 @@ def _keyed_tasks(
     """Yield (key, task) for all tasks of micro-batch m. The tasks of all micro-batches, sorted by
     key, have the order of the schedule.
 
-    `own` are the stages that run 1F1B. The first element of a key is twice the slot on the grid for
-    these stages. For another stage it is an odd number next to the key of a stage in `own`: the
-    next stage in `own`, or the last if there is no next.
+    `own` are the stages that run 1F1B. For these stages, the first element of a key is twice the
+    time slot of the task in the diagram of 1F1B, in which each task takes one slot. For another
+    stage it is an odd number next to the key of a stage in `own`: the next stage in `own`, or the
+    last if there is no next.
     """
     forwards = [Task(s, Phase.FORWARD, m) for s in own]
     backwards = [Task(s, Phase.BACKWARD, m) for s in own]
@@ -346,8 +347,8 @@ class Chimera(Published):
     pattern: ClassVar[PlacementPattern] = OPPOSITE
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each rank by slots on the grid. Even micro-batches run on
-        the first pipeline, odd micro-batches on the second.
+        """Return the order of tasks of each rank, sorted by the time slots of `grid_slots`. Even
+        micro-batches run on the first pipeline, odd micro-batches on the second.
         """
         down = [stages[0] for stages in rank_stages]
         up = [stages[1] for stages in reversed(rank_stages)]
@@ -375,8 +376,8 @@ class Hanayo(Published):
     pattern: ClassVar[PlacementPattern] = WAVES
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each rank by slots on the grid, in groups of p
-        micro-batches.
+        """Return the order of tasks of each rank, sorted by the time slots of `grid_slots`, with
+        micro-batches in groups of p.
         """
         return orders_by_slot(
             rank_stages,

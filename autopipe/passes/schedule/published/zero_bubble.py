@@ -48,8 +48,9 @@ class ZeroBubbleH1(Published):
     """
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return, for each rank, the order of 1F1B with I instead of B, and with W in its gaps. The
-        number of warm-up forwards depends on `warm_up_factor`.
+        """Return, for each rank, the order of 1F1B with I (input gradients) instead of B. Weight
+        gradients (W) fill the slots in which the rank would be idle. The number of warm-up forwards
+        depends on `warm_up_factor`.
         """
         p = len(rank_stages)
         orders = [
@@ -94,7 +95,7 @@ class ZeroBubbleV(Published):
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Return the order of tasks of each rank: the forwards and input gradients of
-        `_zb_v_notation`, with weight gradients in the gaps.
+        `_zb_v_notation`. Weight gradients fill the slots in which the rank would be idle.
         """
         p = len(rank_stages)
         every = range(micro_batches)
@@ -131,19 +132,20 @@ class VHalf(Published):
     name: ClassVar[str] = "v_half"
     pattern: ClassVar[PlacementPattern] = ONE_WAVE
     divisor: ClassVar[int] = 2
-    """The activations need 1 / `divisor` of the memory of 1F1B. A forward advances by one device
-    every 4 - `divisor` slots on the way from rank 0 to p - 1, and in each slot on the way back.
+    """Activations take about 1 / `divisor` of their memory under 1F1B. A forward advances by one
+    device every 4 - `divisor` time slots on the way from rank 0 to p - 1, and in each slot on the
+    way back.
     """
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each rank. The F and I of one micro-batch, each on two
-        stages per device, have a fixed pattern of slots, which starts again every six slots for the
-        next micro-batch.
+        """Return the order of tasks of each rank. The forwards F and input gradients I of one
+        micro-batch, each on two stages per device, have a fixed pattern of time slots. The pattern
+        starts again every six slots for the next micro-batch.
 
-        Section 3 of the paper: the number of saved activations follows from the time for which the
-        pattern needs them. If `divisor` divides p, a gap before the first I keeps repetitions out
-        of each other's slots. A weight gradient W runs if the device would be idle, and before a
-        forward that would exceed the memory.
+        Section 3 of the paper: the number of saved activations follows from the number of slots
+        between a forward and its I. If `divisor` divides p, the first I starts later, so that the
+        patterns of two micro-batches never use one slot of a device. A weight gradient W runs if
+        the device would be idle, and before a forward that would exceed the memory.
         """
         p = len(rank_stages)
         down_slots = 4 - self.divisor

@@ -59,8 +59,10 @@ class SearchOptions:
     The limit on the solver's work does not change.
     """
     unrolled: int | None = None
-    """Maximum number of blocks per device that a program may list for a list schedule that replaces
-    the result of the search: before the steady state, or in total if the schedule does not repeat.
+    """Maximum number of blocks per device that a program may list outside of a loop, for a list
+    schedule that replaces the result of the search. The limit holds for the blocks before the
+    steady state, or for all blocks if the schedule does not repeat.
+
     None: two micro-batches per device of the graph before the steady state, or 2,000 blocks of all
     devices in total.
     """
@@ -89,8 +91,8 @@ class Budget:
         return _SEARCHED_FRACTION * self.options.time_limit * self.options.patience - self.used
 
     def limit(self, fraction: float) -> Limit:
-        """Return the limit of a solver run: `fraction` of the remaining work, and all remaining
-        seconds.
+        """Return the limit of a solver run: `fraction` of the remaining work, in deterministic time
+        of the solver, and all remaining seconds.
         """
         work = self.options.time_limit * WORK_PER_SECOND - self.work
         return Limit(self.left, work * fraction, self.options.seed)
@@ -188,8 +190,8 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
 
 def _load_bound(graph: BlockGraph, micro_batches: int) -> int:
     """Return a lower bound of the makespan: the maximum of the critical path of one micro-batch
-    and, for each device, of its load in all micro-batches plus the minimum release time of its
-    blocks plus the minimum time after them.
+    and, for each device, of its load in all micro-batches plus the minimum earliest start of its
+    blocks (`release_times`) plus the minimum time after them (`times_after`).
     """
     release = release_times(graph)
     after = times_after(graph)
@@ -594,7 +596,8 @@ def with_observed_period(graph: BlockGraph, starts: Starts) -> BlockSchedule:
 
     Blocks repeat if, for some number g, each block of micro-batch n + g starts a constant time
     later than in micro-batch n. The period is this time / g. Small g are tried first. If no g has
-    an integer period, the schedule has none. The schedule has a repetend only if g = 1.
+    an integer period, the schedule has none. The schedule has a repetend (one repetition of the
+    steady state, in which each block runs once) only if g = 1.
     """
     busiest = max(graph.loads)
     count = len(starts)
@@ -625,9 +628,11 @@ def constant_distance(starts: Starts, group: int, first: int, last: int) -> int 
 
 
 def repetend_from(cyclic: PeriodicStarts) -> BlockRepetend:
-    """Return one repetition of a steady state. Starts in it are counted from the first block of a
-    micro-batch. A block that starts k periods after the first block of its micro-batch belongs to
-    the micro-batch k before the micro-batch of the first block.
+    """Return the repetend of a steady state: one repetition, in which each block runs once.
+
+    Starts are counted from the first block of a micro-batch and taken modulo the period. A block
+    that starts k whole periods after the first block of its micro-batch runs in the repetend for
+    the micro-batch k before that of the first block.
     """
     first = min(cyclic.starts)
     split_starts = [divmod(start - first, cyclic.period) for start in cyclic.starts]

@@ -53,8 +53,8 @@ class SteadyState:
 
 @dataclass(frozen=True, slots=True)
 class CyclicModel:
-    """CP-SAT model of steady states. It has two variables per block: its phase and its modulo
-    stage.
+    """CP-SAT model of steady states. It has two variables per block, its phase (start mod period)
+    and its modulo stage (start // period).
     """
 
     graph: BlockGraph
@@ -72,11 +72,10 @@ class CyclicModel:
         return self.phases[index] + period * self.modulo_stages[index]
 
     def order_pairs(self) -> None:
-        """Require that, of two blocks that share a device, the second in the period starts after
-        the first ends.
+        """Require that two blocks that share a device do not overlap: the block with the larger
+        phase (start mod period) starts after the other block ends.
 
-        The second must also end before the first starts again one period later, so the two never
-        overlap.
+        It must also end before the other block starts again one period later.
         """
         blocks = self.graph.blocks
         for (left, right), before in self.before.items():
@@ -91,10 +90,11 @@ class CyclicModel:
         """Return (expression, step) for each block that allocates memory on the device according to
         `balanced_changes`. The memory in use directly after the block starts is expression * step.
 
-        Directly after block i of micro-batch n starts, block j has started for the micro-batches up
-        to n + k(i) - k(j), and for the last of these only if j = i or phase(j) < phase(i). Let c(j)
-        be the change of memory by block j in `balanced_changes`; the c(j) add up to 0. The memory
-        in use is then
+        Let phase(i) be the start of block i mod period, and k(i) its start // period. Directly
+        after block i of micro-batch n starts, block j has started for the micro-batches up to n +
+        k(i) - k(j), and for the last of these only if j = i or phase(j) < phase(i). Let c(j) be the
+        change of memory by block j in `balanced_changes`; the c(j) add up to 0. The memory in use
+        is then
 
             sum over j of c(j) * (b(j, i) - k(j))
 
@@ -131,9 +131,9 @@ class CyclicModel:
                     self.model.add(used <= limit // step)
 
     def fix_first_blocks(self) -> None:
-        """Set the modulo stage of the first block of each connected component to 0, if only one
-        block of the component has no predecessors. This removes equivalent solutions, which exist
-        because micro-batches are equal.
+        """Set the modulo stage (start // period) of the first block of each connected component to
+        0, if only one block of the component has no predecessors. This removes equivalent
+        solutions, which exist because micro-batches are equal.
         """
         blocks = self.graph.blocks
         component = list(range(len(blocks)))
@@ -153,7 +153,7 @@ class CyclicModel:
 
     def hint(self, known: PeriodicStarts) -> None:
         """Give the solver a known steady state as hint, shifted in time so that the `widest_block`
-        has phase 0.
+        has phase (start mod period) 0.
         """
         start = known.starts[widest_block(self.graph)]
         shifted = PeriodicStarts(known.period, tuple(other - start for other in known.starts))
@@ -180,8 +180,9 @@ class CyclicModel:
     def solve(
         self, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
     ) -> SteadyState:
-        """Solve the model and return the result. `relax` is passed on to the solver. Raises
-        AutopipeError if the solver's steady state violates a constraint.
+        """Solve the model and return the result. `relax` and `on_solution` are passed on to
+        `solve`, which runs CP-SAT. Raises AutopipeError if the solver's steady state violates a
+        constraint.
         """
         result = solve(
             self.model, [self.period, *self.phases, *self.modulo_stages], limit, on_solution, relax
@@ -212,8 +213,8 @@ def widest_block(graph: BlockGraph) -> int:
 
 
 def _sufficient_gap(wait: int, period: int) -> int:
-    """Return a difference of the modulo stages of two blocks with which their starts are at least
-    `wait` apart, for any phases of the two blocks.
+    """Return a difference of the modulo stages (start // period) of two blocks with which their
+    starts are at least `wait` ticks apart, whatever their phases (start mod period) are.
     """
     return math.ceil((wait + period - 1) / period)
 
@@ -353,8 +354,9 @@ def round_times(graph: BlockGraph, bound: int) -> BlockGraph | None:
 
 _PlacingOptions = tuple[tuple[int, ...], bool, bool]
 """(order of the blocks, reserve, adjacent). If `reserve` is True, the blocks on the most devices
-get consecutive phases before all others. If `adjacent` is True, a block is placed directly next to
-another block of its devices, so that gaps are not divided.
+get consecutive phases (start mod period) before all other blocks are placed. If `adjacent` is True,
+a block is placed directly before or after another block of its devices, so that idle time is not
+divided.
 """
 
 
@@ -381,7 +383,8 @@ class _GreedyPlacement:
         largest = max(map(len, device_sets))
         end = 0
         self.reserved: dict[int, int] = {}
-        """Phase of each block on the most devices, by block; empty if each block is on one device.
+        """Phase (start mod period) of each block on the most devices, by block; empty if each block
+        is on one device.
         """
         for index in graph.order:
             if 1 < largest == len(device_sets[index]):
@@ -392,8 +395,9 @@ class _GreedyPlacement:
         self, period: int, order: Sequence[int], reserve: bool, adjacent: bool
     ) -> PeriodicStarts | None:
         """Return a steady state with the given period, or None if a block does not fit. Blocks are
-        placed in the order `order`; `reserve` and `adjacent` are as in `_PlacingOptions`. Memory is
-        not checked.
+        placed in the order `order`. With `reserve`, the blocks on the most devices get consecutive
+        times first. With `adjacent`, a block is placed directly before or after another block of
+        its devices. Memory is not checked.
 
         Each block is placed as close as possible after the placed blocks that it depends on. If
         none of these is placed, the block is placed as close as possible before the placed blocks
@@ -454,8 +458,9 @@ class _GreedyPlacement:
 
 
 _Wait = tuple[int, int, int, int]
-"""A constraint (before, after, time, periods): start of `after` >= start of `before` + time -
-periods * period.
+"""A constraint (before, after, time, periods) for two blocks of a steady state: start of `after` >=
+start of `before` + time - periods * period. `time` is in ticks, and `periods` is a number of
+periods.
 """
 
 
@@ -463,16 +468,18 @@ def shorten_period(graph: BlockGraph, order: PeriodicStarts, low: int) -> Period
     """Return the steady state with the order of blocks of `order` and the shortest period of at
     least `low` that this order permits.
 
-    The order of blocks on each device and their modulo stages determine all waits
+    The order of blocks on each device and their modulo stages (start // period) determine all
+    constraints, called waits,
 
         start(after) >= start(before) + time - periods * period
 
     Starts that keep all waits exist exactly if no cycle of waits has sum of time > period * sum of
-    periods. The period is therefore raised to ceil(sum of time / sum of periods) of a violated
-    cycle until there is no violated cycle: the recurrence bound of modulo scheduling. Each block
-    then starts as early as possible, which minimises the latency for this order and period. The
-    memory in use is that of `order`, because it depends only on the order. The times of `order` may
-    be those of another graph with equal blocks, such as the result of `round_times`.
+    periods, where each wait consists of a time and a number of periods. The period is therefore
+    raised to ceil(sum of time / sum of periods) of a violated cycle until there is no violated
+    cycle: the recurrence bound of modulo scheduling. Each block then starts as early as possible,
+    which minimises the latency for this order and period. The memory in use is that of `order`,
+    because it depends only on the order. The times of `order` may be those of another graph with
+    equal blocks, such as the result of `round_times`.
     """
     waits: list[_Wait] = []
     for index, before in enumerate(graph.waits):
@@ -541,8 +548,8 @@ _PERIOD_FACTOR = 1.04
 _MAX_ORDERS = 32
 """Maximum number of random orders of each kind that are tried for one period."""
 _HALVINGS = 4
-"""Number of bisection steps between the longest period that failed and the best period, with random
-orders.
+"""Number of bisection steps between the longest period into which no order was placed and the best
+period, with random orders.
 """
 
 
@@ -552,9 +559,10 @@ def construct_steady_state(
     """Return a steady state with a period of at least `low`, found without a solver.
 
     `serial` is an order of the blocks of one micro-batch that keeps the memory limits if blocks run
-    one at a time. The steady state of this order is the first result. Two fixed orders are then
-    placed greedily into periods from `low` on, each longer by `_PERIOD_FACTOR`. Finally, random
-    orders are placed, with bisection between the longest period that failed and the best period.
+    one at a time. The steady state of this order is the first result. Two fixed orders of the
+    blocks are then placed greedily into periods from `low` on, each `_PERIOD_FACTOR` times as long
+    as the previous one. Finally, random orders are placed, with bisection between the longest
+    period that failed and the best period.
     """
     best = serial_steady_state(graph, serial)
     placing = _GreedyPlacement(graph, budget)

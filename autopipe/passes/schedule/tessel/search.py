@@ -295,12 +295,13 @@ def _solved_warm_up(
     periodic_starts: Mapping[BlockTask, int],
     budget: Budget,
 ) -> dict[BlockTask, int]:
-    """Return new starts of the blocks before the first complete repetition, or {} if the solver
-    found none. `periodic_starts` are the starts in the steady state.
+    """Return new starts of the blocks before the first complete repetition (the first that contains
+    every block), or {} if the solver found none. `periodic_starts` are the starts in the steady
+    state.
 
-    The first complete repetition is fixed, and the first start of the warm-up is as late as
+    The starts of this repetition are fixed, and the first start of the warm-up is as late as
     possible. If no micro-batch has blocks in both warm-up and cool-down, blocks of the warm-up may
-    also run in gaps of the repetition.
+    also run in idle times of this repetition.
     """
     period = cyclic.period
     first = max(cyclic.modulo_stages)
@@ -325,9 +326,11 @@ def _solved_warm_up(
 def _latest_starts(
     graph: BlockGraph, periodic_starts: Mapping[BlockTask, int], end: int, period: int
 ) -> dict[BlockTask, int]:
-    """Return the latest start of each block that starts before `end` in `periodic_starts`. Such a
-    block ends at most one period after `end`, and early enough for the blocks that depend on it and
-    start at `end` or later.
+    """Return the latest permitted start of each block that starts before `end` in
+    `periodic_starts`, the starts in the steady state.
+
+    Started then, the block ends at most one period after `end`. It also ends early enough for the
+    blocks that depend on it and start at `end` or later in the steady state.
     """
     free = {task for task, start in periodic_starts.items() if start < end}
     found = {task: end + period - graph.blocks[task[1]].time for task in free}
@@ -344,9 +347,10 @@ def _solved_cool_down(
     periodic_starts: Mapping[BlockTask, int],
     budget: Budget,
 ) -> dict[BlockTask, int]:
-    """Return new starts of the blocks after the last complete repetition, or {} if the solver found
-    none. `periodic_starts` are the starts in the steady state. The last two complete repetitions
-    are fixed, and the end of the schedule is as early as possible.
+    """Return new starts of the blocks after the last complete repetition (the last that contains
+    every block), or {} if the solver found none. `periodic_starts` are the starts in the steady
+    state. The starts of the last two complete repetitions are fixed, and the end of the schedule is
+    as early as possible.
     """
     period = cyclic.period
     last = max(micro_batch for micro_batch, _ in periodic_starts)
@@ -558,12 +562,14 @@ def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> B
 def _repeated_if_shorter(
     schedule: BlockSchedule, budget: Budget, known: dict[int, BlockSchedule]
 ) -> BlockSchedule:
-    """Return the shortest of `schedule` and of repeated schedules of fewer micro-batches. The
-    number of fewer micro-batches divides the number of `schedule`.
+    """Return the shorter of `schedule` and of repeated schedules of fewer micro-batches. A repeated
+    schedule of n micro-batches runs k times, where n * k is the number of micro-batches of
+    `schedule`.
 
-    A number is skipped if its lower bound shows that it cannot help. The search for it may spend as
-    much solver work as the first search, so it finds the schedule that a request for this number
-    finds, unless the common clock ends it. `known` caches schedules by number of micro-batches.
+    A number n is skipped if a lower bound shows that no schedule of n micro-batches can help. The
+    search for n may spend as much solver work as the search for `schedule`. It therefore finds the
+    schedule that a separate request for n micro-batches would find, unless the clock, which all
+    searches share, ends it. `known` caches schedules by number of micro-batches.
     """
     graph = schedule.graph
     micro_batches = schedule.units
@@ -607,12 +613,12 @@ def _repeat_starts(schedule: BlockSchedule, times: int) -> Starts:
 
 
 def _shorten(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
-    """Return `schedule`, or a shorter schedule of its micro-batches. The shorter schedule may
-    repeat later, repeat several micro-batches together, or not repeat.
+    """Return `schedule`, or a shorter schedule of its micro-batches. The shorter schedule may start
+    to repeat later, have repetitions of several micro-batches, or not repeat.
 
     A list schedule is tried if each block runs on one device. Then, if there are few blocks, CP-SAT
-    places all of them at once. Both are skipped if the schedule reaches its lower bound or no time
-    is left.
+    places all blocks at once. Both are skipped if the schedule reaches its lower bound or no time
+    is left. `cyclic` is the steady state of `schedule`.
     """
     graph = schedule.graph
     micro_batches = schedule.units
@@ -650,9 +656,10 @@ def _shorter_list_schedule(
 ) -> BlockSchedule | None:
     """Return a list schedule of the micro-batches of `known` that has a shorter makespan, or None.
 
-    If `may_unroll` is False, the list schedule must repeat with the period of `known` after at most
-    `max_warm_up` micro-batches. If it does not repeat with each micro-batch at that period, it must
-    also save `_MIN_SAVING` of the makespan.
+    `may_unroll` is True if a program may list all blocks. If it is False, the list schedule must
+    repeat with the period of `known` after at most `max_warm_up` micro-batches. A list schedule
+    whose repetitions do not consist of one micro-batch each, with the period of `known`, must also
+    save `_MIN_SAVING` of the makespan.
     """
     graph = known.graph
     bound = model.makespan_bound(known.graph, known.units)
@@ -662,8 +669,8 @@ def _shorter_list_schedule(
     middle = len(starts) // 2
 
     def repeats_by(group: int) -> bool:
-        """True if the list schedule repeats every `group` micro-batches from micro-batch
-        `max_warm_up` to the middle one.
+        """True if the list schedule repeats every `group` micro-batches, in the range from
+        micro-batch `max_warm_up` to the middle of the schedule.
         """
         return (
             max_warm_up + group < middle

@@ -4,9 +4,9 @@ found block schedule into a schedule of tasks.
 A block is a phase of a stage. The block graph contains one micro-batch of each pipeline. A stage
 with a ratio r (`StageGraph.ratios`) runs r smaller micro-batches per micro-batch of the problem and
 has r blocks per phase. These run in order; no schedule is lost thereby, because tasks of equal
-length can be sorted by their samples. Messages are delays, or blocks on links. Times are integers
-in ticks. Memory is an integer in parts of the smallest memory that a device has left besides its
-static memory.
+length can be sorted by their samples. A message is either a delay between two blocks, or a block on
+a link, which runs one message at a time. Times are integers in ticks. Memory is an integer in parts
+of the smallest memory that a device has left besides its static memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _MEMORY_PARTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StageBlocks:
-    """The blocks of stages, followed by the blocks of links if messages are blocks. The devices of
-    links follow the devices of stages.
+    """The blocks of stages, followed by the blocks of links if messages are blocks. A link is the
+    directed connection of two devices and counts as an additional device. The devices of links
+    follow the devices of stages.
     """
 
     graph: BlockGraph
@@ -239,8 +240,9 @@ def _all_messages(
 
 
 def _predecessors(stages: StageGraph, stage: int, phase: Phase, number: int) -> list[BlockKind]:
-    """Return the tasks in the block graph that a task waits for: the tasks that it depends on,
-    and the task of the same stage and phase on the previous micro-batch.
+    """Return the tasks that a task waits for, as (stage, phase, micro-batch): the tasks that it
+    depends on, and the task of the same stage and phase on the previous micro-batch. Only tasks of
+    the block graph count.
     """
     dependencies = stages.dependencies_of(stage, phase, number)
     # Number of dependencies that are tasks of the stage itself.
