@@ -285,8 +285,8 @@ class Node:
     body: Graph | None = field(default=None, repr=False)
 
     def integer(self, name: str, default: int = 0) -> int:
-        """Return the integer attribute `name`, or `default` if it is absent. Like the following
-        methods, raise ModelError if the attribute has another type.
+        """Return the integer attribute `name`, or `default` if it is absent. Raise ModelError if
+        the attribute has another type.
         """
         return int(self._attribute(name, int, default))
 

@@ -113,8 +113,8 @@ Operation = Compute | Collective
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Nodes of a recomputing stage that backward recomputes together, if one of the results named
-    in `flowing` gets a gradient.
+    """Nodes of a recomputing stage that backward recomputes together. Their forward runs again only
+    if one of the results named in `flowing` gets a gradient.
     """
 
     nodes: tuple[int, ...]

@@ -320,8 +320,9 @@ class StageGraph:
     def dependencies_of(
         self, stage: int, phase: Phase, micro_batch: int
     ) -> list[tuple[int, Phase, int]]:
-        """Return the tasks, as (stage, phase, micro-batch), that must end before a task starts. A
-        task of the same stage is first. The tasks of other stages have the phase of the given task.
+        """Return the tasks, as (stage, phase, micro-batch), that must end before a task starts. If
+        a task of the same stage is among them, it is first. The tasks of other stages have the
+        phase of the given task.
         """
         if phase is Phase.WEIGHT_GRADIENT:
             return [(stage, Phase.INPUT_GRADIENT, micro_batch)]

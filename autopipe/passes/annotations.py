@@ -596,8 +596,8 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
 
 
 def _annotated_pieces(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
-    """Yield the pieces of a serialized model: the model `data` with the annotations of
-    `configuration` added.
+    """Yield consecutive pieces of bytes that together are a serialized model: the model `data` with
+    the annotations of `configuration` added.
 
     They replace the annotations of existing configurations that have the name or the number of
     devices of `configuration`.
@@ -653,8 +653,8 @@ def _graph_pieces(
     annotations: Mapping[int, bytes],
     positions: Iterator[int],
 ) -> Iterator[Piece]:
-    """Yield the pieces of the contents of the field `graph` of the serialized model `data`, with
-    changed annotations of nodes.
+    """Yield consecutive pieces of bytes that together are the contents of the field `graph` of the
+    serialized model `data`, with changed annotations of nodes.
 
     Annotations for the configurations whose names are in `replaced` are removed. `annotations` maps
     positions of nodes in the file to the serialized annotations to add. `positions` counts the

@@ -724,9 +724,9 @@ def resize_space(signature: Signature) -> Space:
 
 
 def _resize_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of interpolation: a multiply-add per interpolated element of the operand, of
-    which there are two per axis in mode linear, and four in mode cubic. The FLOPs of mode nearest
-    are 0.
+    """Return the FLOPs of interpolation: for each element of the result, one multiply-add per
+    element of the operand that contributes to it. Along each resized axis, two elements contribute
+    in mode linear, and four in mode cubic. The FLOPs of mode nearest are 0.
     """
     taps = {"linear": 2, "cubic": 4}.get(signature.node.text("mode", "nearest"), 0)
     return (

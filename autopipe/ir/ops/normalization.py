@@ -145,8 +145,8 @@ def _normalization_operator(
     affine: tuple[int, ...] = (),
 ) -> Operator:
     """Return the definition of a normalization. `cost` is the number of FLOPs per element, and
-    `mixes` the field `mixes_samples`. `affine` has the operand indices of scale and bias, and
-    `weights` those of all weights of the layer, if there are others.
+    `mixes` the field `mixes_samples`. `affine` has the operand indices of scale and bias. `weights`
+    has the operand indices of all weights of the layer; () if scale and bias are the only weights.
     """
     flops = flops_per_result_element(cost)
     return Operator(

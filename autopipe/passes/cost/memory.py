@@ -224,7 +224,8 @@ def recomputation_bytes(work: StageWork, held: int) -> tuple[int, int]:
     that the rest of this backward needs, the gradients of the current node, the gradients of the
     segment's results, and the segment's 16-bit copies of parameters.
 
-    `held` is the number of micro-batches in flight for which the segments are chosen.
+    The segments are chosen for `held` micro-batches in flight, whose forward has run and whose
+    backward has not.
     """
     graph = work.problem.graph
     precision = work.problem.precision

@@ -125,7 +125,8 @@ def with_required_recomputation(problem: Problem, placement: Placement) -> Place
 
     If the problem's `recompute` is `auto` and 1F1B would exceed the memory of a device,
     recomputation is enabled in the stage of this device that saves the most bytes. This repeats
-    until no device exceeds its memory or no stage of such a device is left.
+    until no device exceeds its memory, or until all stages of the devices that do already
+    recompute.
 
     Raises OutOfMemoryError, with the stages, the device and the excess, if a device's memory is too
     small under any schedule. The simulation of the chosen schedule later checks the memory that

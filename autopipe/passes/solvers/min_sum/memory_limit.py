@@ -280,9 +280,9 @@ def eliminate_with_labels(
         configuration_bounds: Array,
         minimum_bytes: Number,
     ) -> None:
-        """Store a list of labels in its bucket: one label per entry of `costs`, the vector of a
-        node or the matrix of an edge. Forbidden entries, and entries whose bound reaches the
-        threshold, are omitted.
+        """Add a list of labels to those of the first node of `nodes` that will be eliminated: one
+        label per entry of `costs`, the vector of a node or the matrix of an edge. Forbidden
+        entries, and entries whose bound reaches the threshold, are omitted.
         """
         allowed = np.nonzero((configuration_bounds < pruning.threshold) & np.isfinite(costs))
         bytes_of_labels = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
@@ -355,8 +355,8 @@ MAX_LABELS = 200_000
 
 class MemoryLimitedObjective(Objective):
     """Goal of a search with a memory limit: the cheapest choice that fits in memory, and the best
-    such choice known so far. The model that is searched has the costs of the merged model plus
-    `rate` per byte of memory.
+    such choice known so far. The costs of the model that is searched are those of the given model
+    plus `rate` per byte of memory.
     """
 
     rate = 0.0

@@ -255,8 +255,8 @@ def restrict(model: MinSum, kept: KeptConfigurations) -> MinSum:
 
 def absorb_fixed_nodes(model: MinSum) -> MinSum:
     """Return the model without the edges of nodes that have a single configuration. The costs and
-    memory of such an edge are added to those of the other node. The model must be merged
-    (`merge_edges`).
+    memory of each of these edges are added to those of the node at its other end. The model must be
+    a result of `merge_edges` (at most one edge between two nodes).
     """
     once = ResultCache()
     costs = list(model.costs)
