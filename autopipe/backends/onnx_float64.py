@@ -82,7 +82,8 @@ def widen_tensors(proto: onnx.ModelProto) -> None:
 def widen_nodes(
     proto: onnx.ModelProto, floating: Collection[str], kept: Collection[str]
 ) -> list[onnx.NodeProto]:
-    """Return the nodes of the model with all `floating` values, named by their names, in float64.
+    """Return nodes that replace the nodes of the model, so that all floating-point values are
+    float64. `floating` has the names of these values.
 
     A node whose operator is in `kept` computes in float32, between casts of its operands and
     results. A node that has floating-point results but no floating-point operand, such as a
@@ -97,8 +98,9 @@ def widen_nodes(
 def _widen_node(
     node: onnx.NodeProto, prefix: str, floating: Collection[str], kept: Collection[str]
 ) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that replace `node`; see `widen_nodes`. Names of new values begin with
-    `prefix`.
+    """Yield the nodes that replace `node`, so that those of its operands and results that are in
+    `floating` are float64. If the operator is in `kept`, or no operand is in `floating`, these
+    nodes are a copy of `node` and casts. Names of new values begin with `prefix`.
     """
     import onnx
     from onnx import TensorProto

@@ -734,8 +734,8 @@ def _add_expert_tokens_to_outputs(proto: onnx.ModelProto) -> int:
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
     """Make a BatchNormalization in training mode use its running statistics, in place, as for
-    inference. A node whose further results are in `used`, the names of all values that nodes read
-    and of the outputs, is not changed. Return True if the node was changed.
+    inference. `used` has the names of all values that nodes read, and of the outputs. The node is
+    not changed if a result after its first is in `used`. Return True if the node was changed.
     """
     if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
         return False

@@ -382,10 +382,10 @@ def run_agent(
 
     `command` is a Python file or module with its arguments, as for `python_command`. With
     `timeouts`, a rank that hangs counts as failed. `note` reports restarts to the user. `poll` is
-    called each time that the agent looks at the ranks. `stop_s` is as in `RankAgent`. If `server`
-    has been opened, it forks the ranks; otherwise each rank is a new interpreter. The output of the
-    ranks is written to files in `logs`, except the stdout of the node's first rank if `live` is
-    set.
+    called each time that the agent looks at the ranks. `stop_s` is the number of seconds that ranks
+    get to save a checkpoint after a request to stop; 0 if they save none. If `server` has been
+    opened, it forks the ranks; otherwise each rank is a new interpreter. The output of the ranks is
+    written to files in `logs`, except the stdout of the node's first rank if `live` is set.
 
     Return the failure that ended the ranks, or None if all ranks succeeded. Raise torch's
     SignalException after a signal, RendezvousError if the rendezvous fails before any rank has

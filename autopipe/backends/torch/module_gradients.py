@@ -167,8 +167,9 @@ def evaluate_module(
 def _evaluate_once(
     subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int, ulps: float
 ) -> ModuleResults:
-    """Return the results and gradients of the module with its submodules in their current modes;
-    see `evaluate_module`.
+    """Return the results and gradients of the module on the inputs `tensors`, with its submodules
+    in their current modes. `seed` seeds torch's random numbers. If `ulps` is not 0, each element of
+    a parameter is moved up or down at random by this many units in the last place.
     """
     module = subject.module
     own = dict(module.named_parameters())

@@ -198,7 +198,7 @@ def record_state(
 
 def _reason_to_omit(name: str, entry: object, held: Mapping[int, Sequence[str]]) -> str:
     """Return why the entry called `name` of a `state_dict` cannot be recorded, or "" if it can be.
-    `held` is as in `record_state`.
+    `held` has the names in the module of each parameter and buffer, by the tensor's `id`.
     """
     if not isinstance(entry, torch.Tensor):
         return f"a {type(entry).__name__}, no tensor"

@@ -60,7 +60,8 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Differences between results for one tensor that ONNX Runtime computes with different
-    settings. They show how much rounding changes the tensor. All are relative, as in `Difference`.
+    settings. They show how much rounding changes the tensor. All are relative: the 2-norm of the
+    difference, divided by the 2-norm of the reference.
     """
 
     optimizations: float

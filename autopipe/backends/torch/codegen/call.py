@@ -106,12 +106,15 @@ class Call(Signature):
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
     def is_split(self, axis: str) -> bool:
-        """Return True if the node is split along the iteration axis `axis`."""
+        """Return True if the node is split along the iteration axis `axis`, an axis of the
+        operator's loop nest such as the rows of a matmul.
+        """
         return any(split.axis == axis for split in self.splits)
 
     def group(self, *axes: str) -> str | None:
         """Return the code of the process group over which the iteration axes `axes` are split, or
-        None if none of them is split.
+        None if none of them is split. An iteration axis is an axis of the operator's loop nest,
+        such as the rows of a matmul.
         """
         if not any(map(self.is_split, axes)):
             return None

@@ -48,7 +48,8 @@ class StageEntry:
     ranks: tuple[Index, ...]
     pipeline: Index
     meshes: tuple[tuple[tuple[int, int], ...], ...]
-    """For each mesh, its axes from outer to inner, as (degree, stride)
+    """Process groups in which ranks of the stage communicate and which do not contain all its
+    ranks. A group is given by its mesh axes from outer to inner, as (degree, stride)
     (`autopipe.ir.layout.MeshAxis`).
     """
     micro_batch_ratio: Annotated[int, AtLeast(1), KeyPath("turns"), OmitDefault()] = 1
@@ -56,8 +57,8 @@ class StageEntry:
     above 1 has smaller micro-batches.
     """
     whole: Annotated[bool, OmitDefault()] = True
-    """True if the stage has a process group of all its ranks. False if its ranks communicate along
-    meshes only, or not at all.
+    """True if the stage has a process group of all its ranks. False if its ranks communicate only
+    in smaller groups (`meshes`), or not at all.
     """
     host_bound: Annotated[bool, OmitDefault()] = False
     """True if the plan predicts that the host takes longer to launch the stage's operators than the

@@ -220,8 +220,10 @@ class _SoftmaxSettings:
         capture: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (probabilities, captured), computed without a fused kernel. `bias` is a mask from
-        `_visibility_mask`; `sink` and `capture` are as in `attention`. Without `capture`,
-        `captured` is not meaningful. All probabilities of a query that attends to no key are 0.
+        `_visibility_mask`. `sink` [h] is an additional score of each head, which takes part in the
+        softmax only. `capture` selects what `captured` is: the scores unchanged (0), after the soft
+        cap (1), after masking (2), or the probabilities (3). Without `capture`, `captured` is not
+        meaningful. All probabilities of a query that attends to no key are 0.
         """
         root = math.sqrt(self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]))
         key = _repeat_for_query_heads(query, key)

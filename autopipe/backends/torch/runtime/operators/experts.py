@@ -265,7 +265,8 @@ def experts(
 def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) -> Tensor:
     """Return, for each token of x, the weighted sum of experts (silu(x G) · x U) D. `weights`
     contains the matrices G, U, D of the first expert, then of the second expert, and so on.
-    `chosen` and `shares` are as in `experts`.
+    `chosen` and `shares` [tokens, k] are the selected experts of each token, and their weights in
+    the sum.
     """
     operands: list[Tensor | None] = []
     for place in range(0, len(weights), 3):

@@ -48,7 +48,9 @@ class _Gated(torch.autograd.Function):
 
 
 def _activate(gate: Tensor, activation: str, alpha: float) -> Tensor:
-    """Return act(gate); `activation` and `alpha` are as in `gated`."""
+    """Return act(gate). `activation` names act: "silu" (x · sigmoid(`alpha` · x)), "gelu", "tanh"
+    (Gelu in its approximation by tanh) or "relu2" (the square of ReLU).
+    """
     if activation == "silu":
         return F.silu(gate) if alpha == 1.0 else F.silu(alpha * gate) / alpha
     if activation == "relu2":

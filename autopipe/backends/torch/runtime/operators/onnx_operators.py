@@ -92,7 +92,8 @@ def scatter_nd(
     data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None
 ) -> Tensor:
     """Return a copy of `data` with the slices `updates` written. Each vector in the last dimension
-    of `indices` is the multi-index of a slice. `reduction` is as in `scatter_elements`.
+    of `indices` is the multi-index of a slice. If `reduction` is `sum`, `prod`, `amax` or `amin`,
+    updates are combined with the present elements instead.
     """
     places = indices.unbind(-1)
     updates = updates.to(data.dtype)
@@ -301,7 +302,10 @@ def scaled_down(
     block_size: int = 0,
     precision: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x / scale as float32. Scales and `precision` are as in `quantize_linear`."""
+    """Return x / scale as float32. There is one scale for all of x, one per index of `axis`, or,
+    with `block_size`, one per block along `axis`. `precision` is the type of the division, None for
+    the type that torch chooses.
+    """
     spread = _broadcast_scales(scale, x, axis, block_size)
     return (x / spread if precision is None else x.to(precision) / spread.to(precision)).float()
 
@@ -314,8 +318,8 @@ def dequantize_linear(
     axis: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Return (x - zero_point) · scale in the type `dtype`. Scale and zero point are as in
-    `quantize_linear`.
+    """Return (x - zero_point) · scale in the type `dtype`. There is one scale and one zero point
+    for all of x, one per index of `axis`, or, with `block_size`, one per block along `axis`.
     """
     difference = x.float()
     if zero_point is not None:
@@ -432,8 +436,8 @@ def requantize(
 
 
 def _broadcast_scales(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """Return `values`, scales or zero points as in `quantize_linear`, in a shape that broadcasts
-    with x.
+    """Return `values` in a shape that broadcasts with x. They are scales or zero points: one for
+    all of x, one per index of `axis`, or, with `block_size`, one per block along `axis`.
     """
     if values.numel() == 1:
         return values.reshape(())

@@ -32,7 +32,7 @@ def unpack_bits(data: Tensor, bits: int) -> Tensor:
 def _dequantize_blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
     """Return the dequantized values [rows, values] of packed blocks [rows, blocks, bytes] with
     scales [rows, blocks]. Zero points `points` of type uint8 are packed; without zero points, the
-    zero point is the middle of the range.
+    zero point is 2^(bits - 1).
     """
     if points is None:
         return (
@@ -52,8 +52,9 @@ def _dequantize_rows(
     width: int,
     groups: Tensor | None,
 ) -> Tensor:
-    """Return the dequantized values [rows, width] of some rows. If `groups` is given, it contains,
-    for each column, the index of the block whose scale and zero point apply.
+    """Return the dequantized values [rows, width] of rows of packed weights `data` [rows, blocks,
+    bytes]. If `groups` is given, it contains, for each column, the index of the block whose scale
+    and zero point apply.
     """
     if groups is None:
         return _dequantize_blocks(data, scales, points, bits)[:, :width]
@@ -120,8 +121,8 @@ def matmul_nbits(
     bytes] with scales [rows, blocks] and zero points.
 
     Zero points `points` of type uint8 are packed, other types are not. Without zero points, the
-    zero point is the middle of the range. If `groups` is given, it contains, for each column of W,
-    the index of the block whose scale and zero point apply.
+    zero point is 2^(bits - 1). If `groups` is given, it contains, for each column of W, the index
+    of the block whose scale and zero point apply.
     """
     found: Tensor = _PackedMatmul.apply(  # type: ignore[no-untyped-call]
         x, data, scales, points, groups, bits

@@ -217,7 +217,9 @@ def _sharded_loss(
 
 def sharded_cross_entropy(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
     """Return this rank's partial cross-entropy of `scores`, which are sharded along the classes
-    (dimension 1). The other arguments are those of `_sharded_loss`.
+    (dimension 1): the loss of the labels in this rank's range of classes. `labels` and `settings`
+    are the other arguments of `_sharded_loss`: labels, weights of classes, ignored label, reduction
+    and groups.
     """
     return _sharded_loss(
         _CrossEntropy.apply, as_float32_under_autocast(scores), *labels, **settings

@@ -127,9 +127,11 @@ class RandomStream:
     """The random numbers of one node in one forward, on one rank.
 
     In each dimension the rank has the shard with index `places[i]` of `degrees[i]` shards; both are
-    () if the tensor is not sharded. `sample` is the number of the first sample in the step.
-    `counted` is (sample dimension, size outside, size inside) as in `RandomStreams.__call__`; None
-    without a sample dimension.
+    () if the tensor is not sharded. `sample` is the number in the step of the forward's first
+    sample or, without a sample dimension, of the first sample of the program's micro-batch.
+    `counted` is (sample dimension, outer size, inner size): the sizes of the other indices in this
+    dimension, which are merged with the sample index and outside or inside of it. None without a
+    sample dimension.
     """
 
     key: tuple[Tensor, Tensor]

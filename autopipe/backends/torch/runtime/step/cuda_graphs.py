@@ -188,8 +188,9 @@ class CaptureResources:
 
 
 class _LowPrecisionAlias(torch.autograd.Function):
-    """The 16-bit copy of a parameter, as the result of a cast of the parameter's alias. So autograd
-    returns the gradient in the parameter's type and adds it to the alias.
+    """The 16-bit copy of a parameter, as the result of a cast of the parameter's alias, a tensor
+    with the parameter's memory and its own `grad`. So autograd returns the gradient in the
+    parameter's type and adds it to the alias.
     """
 
     @staticmethod
@@ -471,8 +472,8 @@ class GraphSlot:
 
 
 def _low_precision_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Return the 16-bit copy `copy` of a parameter as a differentiable function of the parameter's
-    alias.
+    """Return the 16-bit copy `copy` of a parameter as a differentiable function of `alias`, a
+    tensor that shares the parameter's memory.
     """
     found: torch.Tensor = _LowPrecisionAlias.apply(  # type: ignore[no-untyped-call]
         alias, lambda: copy.data

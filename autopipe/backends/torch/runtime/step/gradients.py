@@ -32,7 +32,9 @@ class OptimizerShard:
     tensor: torch.Tensor
     runs: tuple[ElementRange, ...]
     start: int = 0
-    """Index of the tensor's first element in this rank's part of the bucket."""
+    """Index of the tensor's first element in this rank's part of its bucket (parameters whose
+    gradients one collective reduces).
+    """
 
     @property
     def part(self) -> slice:
@@ -113,8 +115,9 @@ class ShardedBucket(ReducedBucket):
         parameters: list[torch.Tensor],
         groups: Mapping[int, int],
     ) -> None:
-        """Move the parameters into the row. `groups` has the number of the optimizer's parameter
-        group by parameter index; parameters that are missing are in group 0.
+        """Move the parameters into one tensor, the row, of which they become views. `groups` has
+        the number of the optimizer's parameter group by parameter index; parameters that are
+        missing are in group 0.
         """
         super().__init__(transport, bucket, parameters)
         self._row = parameters[0].detach().new_zeros(bucket.elements)
@@ -197,10 +200,11 @@ class ShardedBucket(ReducedBucket):
 
 
 class GradientReduction:
-    """All buckets of a rank. A bucket whose parameters belong to one stage is reduced as soon as
-    the last backward of that stage in the step has computed their gradients. The other buckets are
-    reduced at the end of the step. All ranks of a process group start the collectives of its
-    buckets in the same order.
+    """All buckets of a rank. A bucket is a group of parameters whose gradients one collective
+    reduces. A bucket whose parameters belong to one stage is reduced as soon as the last backward
+    of that stage in the step has computed their gradients. The other buckets are reduced at the end
+    of the step. All ranks of a process group start the collectives of its buckets in the same
+    order.
     """
 
     def __init__(
@@ -319,8 +323,9 @@ def process_groups_of_program(manifest: Manifest) -> set[tuple[int, ...]]:
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
-    """Return the buckets of the trained shards that rank `rank` holds together with other ranks, in
-    the order in which the ranks start their collectives.
+    """Return the buckets (groups of shards whose gradients one collective reduces) of the trained
+    shards that rank `rank` holds together with other ranks. They are in the order in which the
+    ranks start the collectives.
     """
     found = []
     for shard in manifest.shards[rank]:
