@@ -125,7 +125,7 @@ def with_required_recomputation(problem: Problem, placement: Placement) -> Place
 
     If the problem's `recompute` is `auto` and 1F1B would exceed the memory of a device,
     recomputation is enabled in the stage of this device that saves the most bytes. This repeats
-    until no device exceeds its memory, or until all stages of the devices that do already
+    until no device exceeds its memory, or until each device that exceeds it has only stages that
     recompute.
 
     Raises OutOfMemoryError, with the stages, the device and the excess, if a device's memory is too

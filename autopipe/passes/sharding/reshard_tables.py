@@ -252,9 +252,9 @@ def _is_slice_then_gather(
     then all-gathers of single dimensions.
 
     These are the changes of rule 4 of `redistribution_steps`: each dimension is sharded further or
-    gathered; of any two bounds (stride, or stride · degree) of mesh axes, the smaller one divides
-    the larger one; and no gathered mesh axis shards another dimension of the target. `pairs` are
-    the sharded dimensions, and `group` is the number of devices.
+    gathered; each bound (stride, or stride · degree) of a mesh axis divides all larger bounds; and
+    no gathered mesh axis shards another dimension of the target. `pairs` are the sharded
+    dimensions, and `group` is the number of devices.
     """
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
     is_separable = np.ones(shape, dtype=bool)
@@ -318,9 +318,9 @@ def _axis_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
     """Return an integer as a set of bits, one per entry of `divisors`. A bit is set if for one of
     `axes` stride <= divisor < stride · degree.
 
-    `divisors` are the divisors of the number of devices. Let one of any two bounds (stride, or
-    stride · degree) of two axes divide the other bound. Then the axes overlap if and only if they
-    have a common bit.
+    `divisors` are the divisors of the number of devices. The bounds of an axis are its stride and
+    stride · degree. If each bound of two axes divides the larger ones, the axes overlap if and only
+    if they have a common bit.
     """
     return sum(
         1 << bit
