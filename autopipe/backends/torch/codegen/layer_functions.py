@@ -1,11 +1,11 @@
 """Fold the repeated layers of a stage into functions: one function per layer class, and a loop or
 calls in `forward`.
 
-The input is the flat form of `forward`: one statement per operator. A token is a variable, a
-parameter, a constant or a random key (the key of a random operator). The *canonical form* of a
-block of statements is its text with each token replaced by a number, in the order of first
-occurrence. A block becomes a call if another block has an equal canonical form. So the folded
-program runs exactly the operators of the flat one, in the same order.
+The input is the flat form of `forward` or of recomputed segments: one statement per operator. A
+token is a variable, a parameter, a constant or a random key (the key of a random operator). The
+*canonical form* of a block of statements is its text with each token replaced by a number, in the
+order of first occurrence. A block becomes a call if another block has an equal canonical form. So
+the folded program runs exactly the operators of the flat one, in the same order.
 
 A function frees the values that it computes where the flat form frees them. Its arguments are freed
 by the caller after the call. The caller of a function therefore keeps the input of a layer until
@@ -128,6 +128,93 @@ def fold_layers(
     return folding.fold()
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentBody:
+    """The flat body of a recomputed segment."""
+
+    number: int
+    statements: tuple[Statement, ...]
+    arguments: tuple[str, ...]
+    """Variables that the segment reads from outside."""
+    flowing: tuple[str, ...]
+    """Variables of its results through which gradients flow."""
+    others: tuple[str, ...]
+    """Variables of its other results."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFunction:
+    """The function of one or several segments."""
+
+    name: str
+    text: str
+    weights: Mapping[int, tuple[str, ...]]
+    """For each segment that shares the function, by its number, the parameters and constants that
+    its call passes.
+    """
+
+
+def fold_segments(
+    segments: Sequence[SegmentBody], names: Mapping[str, str]
+) -> list[SegmentFunction]:
+    """Return one function for each set of two or more equal segments. `names` is as for
+    `fold_layers`. Other segments keep a function of their own.
+    """
+    found: list[SegmentFunction] = []
+    used: set[str] = set()
+    by_form: dict[object, list[tuple[SegmentBody, _Block]]] = defaultdict(list)
+    for segment in segments:
+        block = _Folding(segment.statements, frozenset(), names).block(0, len(segment.statements))
+        place = {token: index for index, token in enumerate(block.tokens)}
+        if all(name in place for name in (*segment.arguments, *segment.flowing, *segment.others)):
+            ends = (segment.arguments, segment.flowing, segment.others)
+            form = (block.canonical, *(tuple(place[name] for name in each) for each in ends))
+            by_form[form].append((segment, block))
+    for equal in by_form.values():
+        # A call identifies a segment by its weights.
+        if len(equal) > 1 and any(_kind_of(token) == "w" for token in equal[0][1].tokens):
+            found.append(_segment_function(equal, names, used))
+    return found
+
+
+def _segment_function(
+    equal: Sequence[tuple[SegmentBody, _Block]], names: Mapping[str, str], used: set[str]
+) -> SegmentFunction:
+    """Return the function of equal segments. The parameters and constants are the elements of its
+    argument `weights`, so that autograd does not take them for operands of the segment.
+    """
+    first, block = equal[0]
+    blocks = [each for _, each in equal]
+    folding = _Folding(first.statements, frozenset(), names)
+    folding.function_names = used
+    held = [place for place, token in enumerate(block.tokens) if _kind_of(token) != "x"]
+    held.sort(key=lambda place: _ARGUMENT_ORDER[_kind_of(block.tokens[place])])
+    # The first weight is a parameter, by which the runtime tells the segments apart.
+    inputs = [block.tokens.index(name) for name in first.arguments]
+    name = folding.function_name(blocks)
+    local = folding.local_names(blocks, [*inputs, *held])
+    unpacked = tuple_code([local[block.tokens[place]] for place in held])
+    lines = wrapped_call(f"    {unpacked} = weights", "    ")
+    for statement in first.statements:
+        lines += _renamed(replace(statement, name=""), local).lines()
+    ends = [
+        tuple_code([local[each] for each in values]) for values in (first.flowing, first.others)
+    ]
+    arguments = ", ".join(local[each] for each in first.arguments)
+    text = "\n".join(
+        [
+            "@recompute",
+            f"def {name}(p, weights, {arguments}):",
+            f'    """One of {len(equal)} equal layers."""',
+            *lines,
+            f"    return {', '.join(ends)}",
+            "",
+        ]
+    )
+    weights = {segment.number: tuple(own.tokens[place] for place in held) for segment, own in equal}
+    return SegmentFunction(name, text, weights)
+
+
 class _Folding:
     """One run of `fold_layers`."""
 
@@ -185,7 +272,7 @@ class _Folding:
         for repeat in find_repeats(*self._labels()):
             by_form: dict[str, list[_Block]] = defaultdict(list)
             for start in repeat.starts:
-                block = self._block(start, start + repeat.length)
+                block = self.block(start, start + repeat.length)
                 by_form[block.canonical].append(block)
             for blocks in by_form.values():
                 saved = (len(blocks) - 1) * repeat.length - 2 * len(blocks)
@@ -233,7 +320,7 @@ class _Folding:
             np.array(is_heavy, dtype=bool),
         )
 
-    def _block(self, start: int, stop: int) -> _Block:
+    def block(self, start: int, stop: int) -> _Block:
         """Return the block of the statements from `start` to `stop` - 1."""
         numbers: dict[str, int] = {}
 
@@ -269,8 +356,8 @@ class _Folding:
             if first.tokens[place] in inner
             and any(self._is_read_later(block, block.tokens[place]) for block in blocks)
         ]
-        name = self._function_name(blocks)
-        local = self._local_names(blocks, arguments)
+        name = self.function_name(blocks)
+        local = self.local_names(blocks, arguments)
         self.functions.append(
             self._function_text(first, len(blocks), name, arguments, results, local)
         )
@@ -297,7 +384,7 @@ class _Folding:
         """Return True if a statement after the block, or the return statement, reads a variable."""
         return any(reader >= block.stop for reader in self.readers[variable])
 
-    def _function_name(self, blocks: Sequence[_Block]) -> str:
+    def function_name(self, blocks: Sequence[_Block]) -> str:
         """Return a unique name for the function that replaces `blocks`, derived from the names of
         their parameters in the model.
         """
@@ -308,7 +395,7 @@ class _Folding:
         ]
         return _unique(_identifier(layer_name(slots) or DEFAULT_NAME), self.function_names)
 
-    def _local_names(self, blocks: Sequence[_Block], arguments: Sequence[int]) -> dict[str, str]:
+    def local_names(self, blocks: Sequence[_Block], arguments: Sequence[int]) -> dict[str, str]:
         """Return, for each variable, parameter, constant and random key of the first block, its
         name inside the function. `arguments` are the indices, in the block's `tokens`, of the
         function's arguments.
@@ -350,7 +437,7 @@ class _Folding:
         )
         return "\n".join(
             [
-                *_wrapped_call(head, ""),
+                *wrapped_call(head, ""),
                 f'    """One of {count} equal layers."""',
                 *lines,
                 f"    return {', '.join(local[each] for each in returned)}",
@@ -369,11 +456,10 @@ class _Folding:
         lines = []
         for call in run:
             values = [renamed.get(each, each) for each in call.arguments]
-            dead = tuple(renamed.get(each, each) for each in call.dead)
-            statement = Statement(
-                call.results, f"{call.function}({', '.join(['p', *values])})", dead
-            )
-            lines += _wrapped_call(statement.lines()[0], "    ")
+            dead = [renamed.get(each, each) for each in call.dead]
+            code = f"{call.function}({', '.join(['p', *values])})"
+            lines += wrapped_call(f"    {', '.join(call.results)} = {code}", "    ")
+            lines[-1] += f"; del {', '.join(dead)}" if dead else ""
         return lines
 
     def _loop_lines(self, run: Sequence[_Call], renamed: dict[str, str]) -> list[str] | None:
@@ -435,9 +521,7 @@ class _Folding:
         table = []
         for call in run:
             row = ", ".join(call.arguments[place] for place in varying)
-            table += _wrapped_call(
-                f"        ({row}{',' if len(varying) == 1 else ''}),", "        "
-            )
+            table += wrapped_call(f"        ({row}{',' if len(varying) == 1 else ''}),", "        ")
         assigned = ", ".join(targets)
         for index, result in enumerate(run[-1].results):
             renamed[result] = targets[index]
@@ -449,7 +533,7 @@ class _Folding:
         ]
         drop = [f"    del {', '.join(dict.fromkeys(dead))}"] if dead else []
         body = f"        {assigned} = {first.function}({', '.join(['p', *values, '*weights'])})"
-        return ["    for weights in (", *table, "    ):", *_wrapped_call(body, "        "), *drop]
+        return ["    for weights in (", *table, "    ):", *wrapped_call(body, "        "), *drop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,19 +614,25 @@ def _unique(name: str, used: set[str]) -> str:
     return found
 
 
-def _wrapped_call(line: str, margin: str) -> list[str]:
-    """Return a line with a call or a tuple, with line breaks between its arguments if it is too
-    long.
+def wrapped_call(line: str, margin: str) -> list[str]:
+    """Return a line that ends with a call or a tuple in parentheses, with line breaks between its
+    elements if it is too long.
     """
     if len(line) <= MAX_LINE_LENGTH:
         return [line]
     indent = f"{margin}    "
-    pieces = line.split(", ")
-    lines = [pieces[0]]
+    start = line.index("(") + 1
+    pieces = line[start:].split(", ")
+    lines = [f"{line[:start]}{pieces[0]}"]
     for piece in pieces[1:]:
-        if len(lines[-1]) + len(piece) + 2 > MAX_LINE_LENGTH:
+        if len(lines[-1]) + len(piece) + 3 > MAX_LINE_LENGTH:
             lines[-1] += ","
             lines.append(f"{indent}{piece}")
         else:
             lines[-1] += f", {piece}"
     return lines
+
+
+def tuple_code(elements: Sequence[str]) -> str:
+    """Return the code of a tuple of the given expressions."""
+    return f"({', '.join(elements)}{',' if len(elements) == 1 else ''})"

@@ -26,7 +26,14 @@ from autopipe.backends.torch.codegen.call import (
     torch_dtype,
 )
 from autopipe.backends.torch.codegen.elementwise import ELEMENTWISE
-from autopipe.backends.torch.codegen.layer_functions import Statement, fold_layers
+from autopipe.backends.torch.codegen.layer_functions import (
+    SegmentBody,
+    Statement,
+    fold_layers,
+    fold_segments,
+    tuple_code,
+    wrapped_call,
+)
 from autopipe.backends.torch.codegen.loop import loop_body_stage
 from autopipe.backends.torch.codegen.matmul_conv import MATMUL_CONV
 from autopipe.backends.torch.codegen.movement import MOVEMENT
@@ -205,20 +212,24 @@ class _ForwardWriter:
         arguments = tuple(self._new_variable(value) for value in stage.inputs)
         outputs = tuple(value.name for value in stage.outputs)
         segments = _segments_of(stage) if stage.segments else []
-        functions = [
-            self._write_segment(number, segment) for number, segment in enumerate(segments)
-        ]
+        bodies = [self._segment_body(number, each) for number, each in enumerate(segments)]
+        held = {self.codes[name]: name for name in _names_held_by_p(stage)}
+        shared = fold_segments(bodies, held) if self.style == "layers" else []
+        functions = [each.text for each in shared]
+        weights = {number: passed for each in shared for number, passed in each.weights.items()}
+        names = {number: each.name for each in shared for number in each.weights}
+        functions += [self._segment_text(each) for each in bodies if each.number not in names]
         inputs = tuple(value.name for value in stage.inputs)
         layers: tuple[str, ...] = ()
         if stage.segments:
-            lines = self._segment_calls(segments, outputs)
+            lines = self._segment_calls(segments, outputs, names, weights)
         elif self.style == "flat":
             lines = self._body_lines(stage.operations, inputs, outputs)
         else:
             folded = fold_layers(
                 self._statements(stage.operations, inputs, outputs),
                 self._variables_of(outputs),
-                {self.codes[name]: name for name in _names_held_by_p(stage)},
+                held,
             )
             layers = folded.functions
             lines = list(folded.lines)
@@ -227,11 +238,10 @@ class _ForwardWriter:
                 self.codes[name] = folded.renamed.get(code, present)
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple_code(outputs)}", ""])
-        own = [
-            each + "".join(self.loops[name] for name in self.loops if f"{name}(" in each)
-            for each in functions
-        ]
-        read = tuple(tuple(dict.fromkeys(_PARAMETER_PATTERN.findall(each))) for each in own)
+        read = tuple(
+            tuple(dict.fromkeys(_PARAMETER_PATTERN.findall(self._segment_text(each))))
+            for each in bodies
+        )
         return ForwardSource(
             "\n\n".join([*self.loops.values(), *functions, *layers, text]),
             arguments,
@@ -251,7 +261,7 @@ class _ForwardWriter:
 
     def _tuple_code(self, names: Names) -> str:
         """Return the code of a tuple of the values called `names`."""
-        return f"({', '.join(self._variables_of(names))}{',' if len(names) == 1 else ''})"
+        return tuple_code(self._variables_of(names))
 
     def _del_statement(self, names: Iterable[str]) -> str:
         """Return `; del x1, x2` for the values called `names`, or "" if there are none. The
@@ -260,18 +270,38 @@ class _ForwardWriter:
         codes = self._variables_of(names)
         return f"; del {', '.join(codes)}" if codes else ""
 
-    def _write_segment(self, number: int, segment: _Segment) -> str:
-        """Return the source of the function of a segment."""
-        head = f"def segment_{number}({', '.join(['p', *self._variables_of(segment.arguments)])}):"
-        lines = self._body_lines(
-            segment.operations, segment.arguments, segment.flowing + segment.others
+    def _segment_body(self, number: int, segment: _Segment) -> SegmentBody:
+        """Return the statements of a segment, and the variables of its arguments and results."""
+        results = segment.flowing + segment.others
+        arguments = self._variables_of(segment.arguments)
+        statements = tuple(self._statements(segment.operations, segment.arguments, results))
+        return SegmentBody(
+            number,
+            statements,
+            arguments,
+            self._variables_of(segment.flowing),
+            self._variables_of(segment.others),
         )
-        end = f"    return {self._tuple_code(segment.flowing)}, {self._tuple_code(segment.others)}"
+
+    def _segment_text(self, body: SegmentBody) -> str:
+        """Return the source of the function of a segment, preceded by the functions of its
+        loops.
+        """
+        head = f"def segment_{body.number}({', '.join(['p', *body.arguments])}):"
+        lines = [line for each in body.statements for line in each.lines(self.margin)]
+        end = f"    return {tuple_code(body.flowing)}, {tuple_code(body.others)}"
         return "\n".join(["@recompute", head, *lines, end, ""])
 
-    def _segment_calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
-        """Return one line per segment: the call of its function, and a `del` of the values that no
-        later segment reads.
+    def _segment_calls(
+        self,
+        segments: list[_Segment],
+        outputs: Names,
+        shared: Mapping[int, str],
+        weights: Mapping[int, Names],
+    ) -> list[str]:
+        """Return the lines of one call per segment, with a `del` of the values that no later
+        segment reads. `shared` has the function of each segment that shares one, and `weights` the
+        parameters and constants that its call passes.
         """
         names = [(*each.flowing, *each.others, *each.arguments) for each in segments]
         last = {name: number for number, own in enumerate(names) for name in own}
@@ -280,10 +310,16 @@ class _ForwardWriter:
             drop = self._del_statement(
                 name for name in last if last[name] == number and name not in outputs
             )
-            call = call_code(f"segment_{number}", "p", *self._variables_of(segment.arguments))
-            lines.append(
-                f"    {self._tuple_code(segment.flowing + segment.others)[1:-1]} = {call}{drop}"
+            passed = {"weights": tuple_code(weights[number])} if number in shared else {}
+            call = call_code(
+                shared.get(number, f"segment_{number}"),
+                "p",
+                *self._variables_of(segment.arguments),
+                **passed,
             )
+            results = self._tuple_code(segment.flowing + segment.others)[1:-1]
+            lines += wrapped_call(f"    {results} = {call}", "    ")
+            lines[-1] += drop
         return lines
 
     def _body_lines(

@@ -32,18 +32,40 @@ class recompute:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
 
-    def __call__(self, p: Arguments, *arguments: torch.Tensor) -> Tensors:
+    def __call__(
+        self, p: Arguments, *arguments: torch.Tensor, weights: Tensors | None = None
+    ) -> Tensors:
+        """Return the results of the segment. `weights` are the parameters and constants of a
+        segment whose function several equal segments share; None for a segment with a function of
+        its own, which reads them from `p`.
+        """
+        segment = self.segment if weights is None else _SharedSegment(self.segment, weights)
         if not torch.is_grad_enabled():
-            flowing, others = self.segment(p, *arguments)
+            flowing, others = segment(p, *arguments)
             return flowing + others
         # Autograd runs the backward of an operator only if an operand requires a gradient.
         # Parameters are not operands of the segment, so `trigger` is an operand that always
         # requires one.
         trigger = torch.empty(0, device=p.device, requires_grad=True)
         results: Tensors = _RecomputeSegment.apply(  # type: ignore[no-untyped-call]
-            self.segment, p, trigger, *arguments
+            segment, p, trigger, *arguments
         )
         return results
+
+
+class _SharedSegment:
+    """A segment whose function several equal segments share, with its own weights. Autograd does
+    not see the weights as operands of the segment.
+    """
+
+    def __init__(self, function: Segment, weights: Tensors) -> None:
+        self.function = function
+        self.weights = weights
+        # The queue of weight gradients stores formulas by this name and by parameter.
+        self.__name__ = f"{getattr(function, '__name__', 'segment')} {id(weights[0])}"
+
+    def __call__(self, p: Arguments, *arguments: torch.Tensor) -> tuple[Tensors, Tensors]:
+        return self.function(p, self.weights, *arguments)
 
 
 class _RecomputeSegment(torch.autograd.Function):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import keyword
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.codegen.layer_functions import Statement, _identifier, fold_layers
+from autopipe.backends.torch.codegen.layer_functions import (
+    SegmentBody,
+    Statement,
+    _identifier,
+    fold_layers,
+    fold_segments,
+    wrapped_call,
+)
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.passes.lower.lower import one_device_program
 from tests.distributed.support.zoo import SIZES, small_graph
@@ -249,3 +257,39 @@ def test_names_of_parameters_add_no_code() -> None:
     tree = ast.parse(function)
     assert [type(each) for each in tree.body] == [ast.FunctionDef]
     assert not [each for each in ast.walk(tree) if isinstance(each, ast.Import)]
+
+
+def test_equal_segments_share_a_function() -> None:
+    bodies = [
+        SegmentBody(
+            number,
+            (
+                Statement((f"x{2 * number + 1}",), f"F.linear(x{2 * number}, p.w{number})"),
+                Statement((f"x{2 * number + 2}",), f"{function}(x{2 * number + 1})"),
+            ),
+            (f"x{2 * number}",),
+            (f"x{2 * number + 2}",),
+            (),
+        )
+        for number, function in enumerate(("torch.tanh", "torch.relu", "torch.tanh", "torch.tanh"))
+    ]
+    names = {f"p.w{number}": f"layers.{number}.up.weight" for number in range(4)}
+    (found,) = fold_segments(bodies, names)
+    assert found.weights == {0: ("p.w0",), 2: ("p.w2",), 3: ("p.w3",)}
+    assert found.text == (
+        "@recompute\n"
+        "def layer(p, weights, v0):\n"
+        '    """One of 3 equal layers."""\n'
+        "    (up_weight,) = weights\n"
+        "    v1 = F.linear(v0, up_weight)\n"
+        "    v2 = torch.tanh(v1)\n"
+        "    return (v2,), ()\n"
+    )
+
+
+def test_long_calls_are_wrapped_inside_of_parentheses() -> None:
+    names = [f"p.w{index}" for index in range(60)]
+    text = "\n".join(wrapped_call(f"    x1, x2 = layer({', '.join(names)})", "    "))
+    assert max(map(len, text.splitlines())) <= 120
+    (statement,) = ast.parse(textwrap.dedent(text)).body
+    assert isinstance(statement, ast.Assign)
