@@ -35,7 +35,9 @@ from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
 
 _CONSTANT_WEIGHTS = Optimizer(lr=0.0)
-"""The learning rate is 0 because some models diverge when they train on random samples for long."""
+"""Optimizer of the measured programs. The learning rate is 0 because some models diverge when they
+train on random samples for long.
+"""
 
 
 def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:

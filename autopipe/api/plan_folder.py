@@ -107,7 +107,9 @@ def _add_layer_comments(
 
 
 def _stage_yaml(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
-    """Return a stage as YAML values, with the facts about all nodes before `nodes`."""
+    """Return a stage as YAML values. The keys that describe the whole stage, such as its devices,
+    precede the key `nodes`.
+    """
     pipeline = {"pipeline": form["pipeline"]} if pipelines > 1 else {}
     splits = [
         {"split": _OneLineMapping(each["split"]), "nodes": _nodes_yaml(each["nodes"])}

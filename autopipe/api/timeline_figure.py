@@ -184,10 +184,11 @@ def steady_state(
     """Return the time in which the repetitions of all devices overlap, or None if they do not
     overlap.
 
-    `turns` are the micro-batch ratios of the stages. If there is a time of at least two repetitions
-    in which all devices advance at the same pace, the result has its period. A short step may have
-    no such time. The result is then the time in which each device runs the repeated part of its
-    order, at varying intervals, and its period is None.
+    `turns` contains the number of micro-batches of each stage per micro-batch of the step; () if it
+    is 1 for all stages. If there is a time of at least two repetitions in which all devices advance
+    at the same pace, the result has its period. A short step may have no such time. The result is
+    then the time in which each device runs the repeated part of its order, at varying intervals,
+    and its period is None.
     """
     devices: list[list[Span]] = [[] for _ in timeline.memory]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
@@ -223,8 +224,8 @@ def _regular_repetitions(
     start at equal intervals.
 
     The pace is the period divided by the number of micro-batches of the step that a repetition
-    advances. A stage with a micro-batch ratio above 1 processes several smaller micro-batches for
-    each of them.
+    advances. `turns` contains the number of micro-batches of each stage per micro-batch of the
+    step; () if it is 1 for all stages.
     """
     body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
     starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)

@@ -327,9 +327,9 @@ def _section_title(section: str, stretch: LoopedTasks) -> str:
 def _task_rows(
     graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]
 ) -> Iterator[_TaskRow]:
-    """Yield one row per task, preceded by the collectives inside it. The memory is the amount in
-    use during a computation, or after any other task. In a loop, the values of the first and the
-    last iteration are shown.
+    """Yield one row per task of the loop `stretch`, preceded by the collectives inside it. The
+    memory is the amount in use during a computation, or after any other task. In a loop, the values
+    of the first and the last iteration are shown.
     """
     inside: list[TaskNode] = []
     for place in range(stretch.start, stretch.end):

@@ -37,8 +37,8 @@ stage and phase.
 _GAP_COLUMNS = 3
 """Columns between two time windows. They represent the omitted time."""
 _MIN_STEADY_STATE_DIVISOR = 6
-"""The repetitions of the steady state get at least 1/N of the row, however long warm-up and
-cool-down are.
+"""The repetitions of the steady state get at least the width of the row divided by this number,
+however long warm-up and cool-down are.
 """
 
 

@@ -104,8 +104,8 @@ class _InceptionBuilder:
             return self.graph.max_pool(data, 3, 2)
 
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
-        """Return the outputs of several branches, concatenated along the channels. `_branch`
-        defines the text of a branch.
+        """Return the outputs of several branches of a module, concatenated along the channels. A
+        branch is a text such as `double 448:1x1 384:3x3`, in the notation of `_branch`.
         """
         with self.graph.scope(name):
             data, self.channels = self._concatenate(

@@ -98,12 +98,12 @@ def input_free_nodes(graph: Graph) -> set[int]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
-    """Return the nodes in the order of the graph, except that nodes that depend on no input come
-    directly before the first node that depends on an input and needs them. Nodes that depend on no
-    input and are not needed by such a node come last.
+    """Return the nodes in the order of the graph, except that nodes that depend on no input of the
+    model are moved. Such a node comes directly before the first node that needs it and depends on
+    an input. It comes last if there is no such node.
 
-    In graph order, the values of such nodes (a transposed weight, a position table) would cross
-    each block boundary between them and their readers.
+    In graph order, the values of the moved nodes (a transposed weight, a position table) would
+    cross each block boundary between them and their readers.
     """
     floating = input_free_nodes(graph)
     order: dict[int, None] = {}
@@ -265,8 +265,10 @@ def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) ->
 
 def outgoing_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
     """Return the matrix that has at [i, j] the sum of the weights of the values that a block of i
-    to j - 1 computes and block j or a later block reads. The arguments are those of
-    `incoming_sums`.
+    to j - 1 computes and block j or a later block reads.
+
+    A value is a triple (block that computes it, blocks that read it in ascending order, weight).
+    `count` is the number of blocks.
     """
     weights = np.zeros((count, count + 1))
     for producer, readers, weight in values:

@@ -375,8 +375,9 @@ def saved_tensors(
     ) -> Kept:
         """Return the saved tensor of the value `name`, or None if the value is in memory anyway.
 
-        `dimensions` and `windows` are as in `SavedTensor`. `cast` is the key of the 16-bit copy
-        that the reader makes of the value, "" if it makes none.
+        `dimensions` contains, for each dimension, the axes of the reader's iteration space that
+        index it, and `windows` the dimensions that the reader reads through sliding windows. `cast`
+        is the key of the 16-bit copy that the reader makes of the value, "" if it makes none.
         """
         through = tuple((window, graph.type_of(name).shape[window.dimension]) for window in windows)
         root = view_base(graph, name)

@@ -84,8 +84,9 @@ def with_total_outputs(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, st
 
 
 def summed_elements(graph: Graph, total: str) -> int:
-    """Return the number of elements that are added up in the sum `total`, which is named as in
-    `Divisor`. Return 1 if the number is not found.
+    """Return the number of elements that are added up in the sum `total`. `total` is the name of
+    the sum or, for a loss with class weights, the name of the loss node. Return 1 if the number is
+    not found.
     """
     loss = next((each for each in graph.nodes if each.name == total and is_label_loss(each)), None)
     if loss is not None:

@@ -93,10 +93,11 @@ def _splits_in_stage(
     """Return the splits of a node in `stage`. `stage_of` is the stage to which the placement
     assigns each node.
 
-    In its own stage, a node has the splits of the placement. In another stage, where it is
-    recomputed, it is split along the axis of its only split over all devices of that stage if these
-    shards are even, and otherwise it is unsplit. If the micro-batch sizes of the two stages differ,
-    the number of devices must also divide the other stage's size.
+    In the stage of the placement, a node has the splits of the placement. In another stage, where
+    it is recomputed, a node with one split is split along the same axis, over all devices of
+    `stage`. It is unsplit there if it does not have exactly one split, or if these shards would not
+    be even. It is also unsplit if the two stages have different micro-batch sizes and the number of
+    devices of `stage` does not divide the micro-batch size of `stage`.
     """
     home = placement.stages[stage_of[node]]
     if home is stage:

@@ -165,8 +165,8 @@ class TaskSource:
             for item in (*rank.warm_up, *rank.repetend, *rank.cool_down)
             for each in (item.body if isinstance(item, Loop) else (item,))
         }
-        """The receive and other instructions of all ranks, as (rank, opcode, stage, source). The
-        source of a receive is None if it receives from all sources.
+        """The instructions of all ranks, as (rank, opcode, stage, source). `source` is the sending
+        stage of a receive that receives from this stage only, None for other receives.
         """
 
     def graph(self, rank: int) -> TaskGraph:

@@ -53,8 +53,8 @@ def gradient_bytes_by_ranks(
     parameters: Sequence[Parameter], shards: Iterable[ParameterShard], shared: bool
 ) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
     """Return the bytes of gradients by (home, ranks). The `ranks` reduce these gradients together.
-    The last backward of the stage `home` completes them; `home` is None if no single stage on
-    exactly these ranks does.
+    `home` is the only stage that uses the parameters, if it runs on exactly these ranks; its last
+    backward then completes the gradients. Otherwise `home` is None.
 
     `shared` is True if the optimizer state is sharded over the ranks. The bytes then include the
     padding that makes the shards of a bucket equally long.

@@ -73,7 +73,7 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
 
 def transitive_needs(needs: Sequence[int]) -> list[int]:
     """Return, for each block, the set of all blocks that it depends on, directly or indirectly.
-    `needs` is as in `count_downsets`.
+    `needs` contains, for each block in topological order, the set of the blocks that it reads from.
     """
     below: list[int] = []
     for need in needs:

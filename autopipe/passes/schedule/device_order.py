@@ -26,7 +26,7 @@ from autopipe.passes.schedule.limits import quick_step_seconds
 
 _MAX_PERMUTED_TYPES = 3
 """Maximum number of device types for which each order of the types is tried. For more types, only
-the given order of the groups and its reverse are tried.
+the order of the cluster and its reverse are tried.
 """
 
 

@@ -94,10 +94,13 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
     """Return a lower bound, in seconds, of the step under any schedule of this placement.
 
-    The bound is the maximum of the critical path of one micro-batch and, for each device, the sum
-    of: the earliest start of its computation, its computation, and the minimum time that follows.
-    The minimum time of gradient all-reduce and update at the end of the step is added. Backwards
-    may be split at no cost, and only their first halves count in the time that follows. If there
+    The bound is at least the critical path of one micro-batch. For each device, it is also at least
+    the sum of three times: the earliest start of its computation, its computation, and the minimum
+    time from the end of one of its tasks to the end of the micro-batch. The minimum time of
+    gradient all-reduce and update at the end of the step is added.
+
+    The bound assumes that each backward can be split into input and weight gradients at no cost.
+    Other tasks never wait for weight gradients, so these do not count in the third time. If there
     are fewer micro-batches than pipelines, only the pipelines with a micro-batch count.
     """
     stages = StageGraph.of(problem, placement)

@@ -70,10 +70,10 @@ class OneForwardOneBackward:
 class OneForwardOneBackwardPlus(Published):
     """1F1B for placements in which some stages span the devices of other stages, such as a large
     embedding that is sharded over all devices. The other stages run 1F1B. The forward of a spanning
-    stage runs directly before the forward of the next of the other stages, and its backward
-    directly after the backward of that stage. If no other stage follows, its forward runs directly
-    after the forward of the last of the other stages, and its backward directly before the backward
-    of that stage.
+    stage runs directly before the forward of n, the next stage that does not span others, and its
+    backward directly after the backward of n. If there is no such stage, its forward runs directly
+    after the forward of l, the last stage that does not span others, and its backward directly
+    before the backward of l.
 
     Lin et al., "Tessel" (HPCA 2024), section VI-A. It is the paper's baseline for placements that
     shard large embeddings over all devices. Without spanning stages it equals 1F1B.

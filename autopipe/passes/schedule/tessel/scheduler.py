@@ -67,11 +67,11 @@ class Tessel:
     Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule
     Search" (HPCA 2024). Stages may form chains or branches. A device may run several stages, a
     stage may run on several devices, and each stage has its own micro-batch size. Backwards are
-    split into input gradients and weight gradients if this shortens the step by more than 5%, or if
-    it does so for fewer micro-batches and repeating their order is shorter. 1F1B and GPipe (kFkB if
-    micro-batch sizes differ) are simulated too, and the schedule with the shortest step that fits
-    in memory is used. If messages of the result wait for each other on their links, a second search
-    includes the links.
+    split into input gradients and weight gradients if this shortens the step by more than 5%. They
+    are also split if this holds for a step of fewer micro-batches, and repeating the order of that
+    step is shorter than the unsplit schedule. 1F1B and GPipe (kFkB if micro-batch sizes differ) are
+    simulated too, and the schedule with the shortest step that fits in memory is used. If messages
+    of the result wait for each other on their links, a second search includes the links.
     """
 
     time_limit: float = 4.0
@@ -231,10 +231,11 @@ class _Search:
         micro-batches have run, or None if none qualifies.
 
         Warm-up and cool-down are a larger fraction of the step if there are fewer micro-batches, so
-        splitting may save enough only there. The result has the largest number of micro-batches per
-        repetition with these two properties: the repeated split schedule takes less than
-        `longest_s` seconds, and splitting saves `_MIN_SPLIT_SAVING` of the step for this number, or
-        for a smaller number by the same rule.
+        splitting may save enough only there. The result has the largest number n of micro-batches
+        per repetition with two properties. First, the repeated split schedule takes less than
+        `longest_s` seconds. Second, splitting saves `_MIN_SPLIT_SAVING` of a step of n
+        micro-batches, or this method finds a repeated split schedule that is shorter than the
+        unsplit schedule of n micro-batches.
         """
         count = self.problem.micro_batches
         for count_per_run in reversed(divisors(count)[:-1]):

@@ -41,7 +41,9 @@ class StageBlocks:
 
     graph: BlockGraph
     kinds: tuple[BlockKind, ...]
-    """(stage, phase, micro-batch) of each block of a stage; blocks of links have no entry."""
+    """For each block of a stage, the task that it stands for: (stage, phase, index of the stage's
+    micro-batch within the block graph). Blocks of links have no entry.
+    """
     tick_s: float
     """Seconds per tick."""
 
@@ -200,10 +202,10 @@ def stage_schedule(
     blocks start in `found`. Micro-batches from number `micro_batches` on are omitted; the last
     repetition may contain them.
 
-    The search may start the first micro-batch of a stage in one repetition before the last one of
-    the previous repetition. In the result, each stage runs its micro-batches in order. This is
-    valid: when a task starts, as many tasks of each neighbouring stage are done as in the block
-    schedule, and these are the first ones.
+    If a stage has several micro-batches per repetition, the search may start the first micro-batch
+    of a repetition before the last micro-batch of the previous repetition. In the result, each
+    stage runs its micro-batches in order. This is valid: when a task starts, each neighbouring
+    stage has completed as many tasks as in the block schedule, and these are its first tasks.
     """
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
