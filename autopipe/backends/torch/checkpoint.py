@@ -464,9 +464,11 @@ def commit_checkpoint(temporary: Path, manifest: str) -> Path:
 def remove_old_checkpoints(
     folder: Path, latest: int = DEFAULT_KEPT_CHECKPOINTS, every: int = 0
 ) -> None:
-    """Remove all checkpoints in `folder` except the `latest` newest ones (0: remove none), those
-    whose step is a multiple of `every` (0: no such exception), and those whose folders contain
-    files that do not belong to a checkpoint.
+    """Remove the checkpoints in `folder`, except:
+
+    - the `latest` newest ones (0: remove none),
+    - if `every` is not 0, those whose step is a multiple of `every`, and
+    - those whose folders contain files that do not belong to a checkpoint.
     """
     old = committed_steps(folder)[:-latest] if latest else []
     _remove_steps(folder, [step for step in old if not every or step % every])

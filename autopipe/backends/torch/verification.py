@@ -34,8 +34,8 @@ roundings. Random errors add up to √4 times the change by one rounding, and a 
 covers their variation.
 """
 _SPREAD_FACTOR = 2
-"""Factor of the distance d between two results of the reference implementation: a correct result
-may differ from the reference by this factor times d more than is allowed without regard to d.
+"""If two results of the reference implementation for a tensor differ by d, the maximum allowed
+difference from the reference rises by this factor times d.
 """
 _MAX_RELIABLE_RESPONSE = 0.1
 """Maximum relative change of a tensor by one rounding of all inputs and weights for which the
@@ -83,8 +83,8 @@ class Spread:
         The distance of both results from the exact result may equal the distance d between ONNX
         Runtime's own results. The limit therefore rises by 2 d, but not above √`unit`, which
         corresponds to half of the type's digits. If the result of one device is within `limit` of
-        the float64 result, a limit of `limit` plus the distance of ONNX Runtime's result from the
-        float64 result is allowed in any case.
+        the float64 result, the returned maximum is at least `limit` plus the distance of ONNX
+        Runtime's result from the float64 result.
         """
         known = [
             each

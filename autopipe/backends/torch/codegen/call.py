@@ -202,8 +202,9 @@ class Call(Signature):
         return True if self.node.integer(name) else None
 
     def outputs(self, code: str) -> str:
-        """Return code for the outputs of the node, given the code of a tuple with at least as many
-        entries: its first entry for one output, otherwise a tuple of the first entries.
+        """Return code for the outputs of the node. `code` is the code of a tuple that may have more
+        entries than the node has outputs. The returned code is its first entry if the node has one
+        output, otherwise a tuple of its first entries.
         """
         count = len(self.node.outputs)
         return f"{code}[0]" if count == 1 else f"{code}[:{count}]"

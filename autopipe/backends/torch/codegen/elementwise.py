@@ -544,8 +544,8 @@ def _emit_max_roi_pool(call: Call) -> str:
 
 def _non_max_suppression_code(call: Call, most: int, slot: int) -> str:
     """Return the call of the runtime's non-maximum suppression, which selects at most `most` boxes
-    per image and class. Operand `slot` is the maximum overlap, and operand `slot` + 1 the minimum
-    score.
+    per image and class. The operand with index `slot` is the maximum overlap, and the next operand
+    is the minimum score.
     """
     overlap, least = (
         (call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1)

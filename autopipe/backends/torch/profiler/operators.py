@@ -1,10 +1,10 @@
 """Measurement of operators (forward and backward), and of the overhead of a rank's tasks. Operators
 run as in generated programs.
 
-A measurement runs laps. A lap runs all operators of a model in the model's order, each as often as
-it occurs: first all forwards, then all backwards. The order affects the caches: a small operator
-that runs repeatedly in isolation takes half of its time in a model; an operator that runs only once
-in a sequence of different operators takes twice that time.
+A measurement consists of laps, one after the other. A lap runs all operators of a model in the
+model's order, each as often as it occurs: first all forwards, then all backwards. The order affects
+the caches: a small operator that runs repeatedly in isolation takes half of its time in a model; an
+operator that runs only once in a sequence of different operators takes twice that time.
 """
 
 from __future__ import annotations

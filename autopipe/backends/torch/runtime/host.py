@@ -115,8 +115,9 @@ def has_more_ranks_than_cores(ranks: int) -> bool:
 
 
 def core_count_of_this_rank() -> int:
-    """Return the number of cores for computations of this rank, at least 1: all cores on which it
-    may run if a job manager has bound it, otherwise an equal fraction per rank of the machine.
+    """Return the number of cores for computations of this rank, at least 1. If a job manager has
+    bound the rank to cores, these are all cores on which it may run. Otherwise they are the usable
+    cores of the machine, divided by the number of its ranks.
     """
     if _is_bound_by_job_manager():
         return usable_cpu_cores()

@@ -19,8 +19,9 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class Signer:
-    """Signs values that the processes of one run exchange through a store, and verifies the
-    signatures. `key` is the secret of the run; `run` is its name, which is part of every signature.
+    """Signs values that the processes of one run, a launch on all its nodes, exchange through a
+    store, and verifies the signatures. `key` is the secret of the run; `run` is its name, which is
+    part of every signature.
     """
 
     def __init__(self, key: bytes, run: str) -> None:

@@ -304,9 +304,9 @@ class SequenceSlot:
 
     @property
     def known_tokens_left(self) -> int:
-        """Number of tokens that the next step could process, as far as this is known before the
-        current step has generated its token: the token may end the sequence. 0 if there is nothing
-        left to process.
+        """Number of tokens that the next step could process, counted before the current step has
+        generated its token. This number is provisional, because the token may end the sequence. 0
+        if there is nothing left to process.
         """
         if rest := len(self.tokens) - self.cached - self.feed:
             return rest

@@ -355,9 +355,9 @@ class Generation(BatchReader):
         return min(slot.cached, self.decoder.cache_length - self.decoder.step_length)
 
     def _mask(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
-        """Return the attention mask, int64 [slots, mask length]: 1 for positions of the cache and
-        of the step that are in use, otherwise 0. Each row has at least one 1, because a softmax
-        over no position is NaN.
+        """Return the attention mask for some rows of the batch, int64 [slots, mask length], where a
+        slot is the state of a row. It is 1 for positions of the cache and of the step that are in
+        use, otherwise 0. Each row has at least one 1, because a softmax over no position is NaN.
         """
         length = self.decoder.cache_length
         step = self.decoder.step_length
@@ -370,9 +370,9 @@ class Generation(BatchReader):
         return made
 
     def _positions(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
-        """Return the position ids of the tokens of the current step, int64 [slots, step length].
-        Filler tokens get the position of the last token, because larger positions may be outside of
-        the model's tables.
+        """Return the position ids of the tokens that the current step processes, int64 [slots, step
+        length], for some rows of the batch. A slot is the state of a row. Filler tokens get the
+        position of the last token, because larger positions may be outside of the model's tables.
         """
         along = np.arange(self.decoder.step_length)
         ends = [(self._first_position(slot), slot.cached + slot.feed) for slot in slots]

@@ -269,7 +269,7 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
         return layer.run_fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
-        """Return the cell of a direction."""
+        """Return the cell of a direction, the function that computes one step."""
         weight = layer.recurrence[direction].t()
         bias = layer.biases(direction)[1]
         return lambda x, states, outputs: [
@@ -293,7 +293,7 @@ def gru(
         return layer.run_fused(torch.gru, (1, 0, 2))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
-        """Return the cell of a direction."""
+        """Return the cell of a direction, the function that computes one step."""
         both = 2 * layer.width
         gate, output = functions
         bias = layer.biases(direction)[1]
@@ -341,7 +341,7 @@ def lstm(
         return layer.run_fused(torch.lstm, (0, 2, 3, 1))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
-        """Return the cell of a direction."""
+        """Return the cell of a direction, the function that computes one step."""
         gate, inner, outer = functions
         bias = layer.biases(direction)[1]
         if peepholes is None:

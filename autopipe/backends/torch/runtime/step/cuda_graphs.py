@@ -232,8 +232,8 @@ class StageGraphs:
     """
 
     def __init__(self, stage: CapturedStage, resources: CaptureResources, slots: int) -> None:
-        """Capture `stage` with `slots` slots. If this raises NotCapturedError, the stage is
-        unchanged and can run eagerly.
+        """Capture `stage` with `slots` slots, each for one micro-batch in flight. If this raises
+        NotCapturedError, the stage is unchanged and can run eagerly.
         """
         self._stage = stage
         self._resources = resources
@@ -244,8 +244,8 @@ class StageGraphs:
             self._capture(slots)
 
     def _capture(self, slots: int) -> None:
-        """Measure how much memory a slot needs, check that there is enough, and capture all
-        slots.
+        """Measure how much memory a slot (static tensors and graphs for one micro-batch) needs,
+        check that there is enough memory, and capture `slots` slots.
         """
         with self._use_aliases() as aliases:
             torch.cuda.empty_cache()
@@ -461,7 +461,9 @@ class GraphSlot:
             }
 
     def run_weight_gradients(self) -> None:
-        """Replay the computation of the deferred gradients of parameters, and release the slot."""
+        """Replay the computation of the deferred gradients of parameters, and make the slot
+        available for another micro-batch.
+        """
         if self._weight_gradients is not None and self._has_backward:
             self._weight_gradients.replay()
         self.release()
