@@ -130,7 +130,9 @@ def fold_layers(
 
 @dataclass(frozen=True, slots=True)
 class SegmentBody:
-    """The flat body of a recomputed segment."""
+    """The body of a segment (operations that backward recomputes together), with one statement per
+    operator.
+    """
 
     number: int
     statements: tuple[Statement, ...]
@@ -157,8 +159,9 @@ class SegmentFunction:
 def fold_segments(
     segments: Sequence[SegmentBody], names: Mapping[str, str]
 ) -> list[SegmentFunction]:
-    """Return one function for each set of two or more equal segments. `names` is as for
-    `fold_layers`. Other segments keep a function of their own.
+    """Return one function for each set of two or more equal segments, which have parameters. A
+    segment consists of operations that backward recomputes together. Other segments keep a function
+    of their own. `names` has the name in the model of each parameter and constant, such as `p.w3`.
     """
     found: list[SegmentFunction] = []
     used: set[str] = set()
@@ -180,8 +183,11 @@ def fold_segments(
 def _segment_function(
     equal: Sequence[tuple[SegmentBody, _Block]], names: Mapping[str, str], used: set[str]
 ) -> SegmentFunction:
-    """Return the function of equal segments. The parameters and constants are the elements of its
-    argument `weights`, so that autograd does not take them for operands of the segment.
+    """Return the function that computes the segments in `equal`, which are equal except for their
+    variables, parameters, constants and random keys. The parameters and constants are the elements
+    of the function's argument `weights`, so that autograd does not take them for operands of the
+    segment. `names` has the name in the model of each parameter and constant. `used` has the
+    function names that are taken, to which the new name is added.
     """
     first, block = equal[0]
     blocks = [each for _, each in equal]
@@ -398,7 +404,7 @@ class _Folding:
     def local_names(self, blocks: Sequence[_Block], arguments: Sequence[int]) -> dict[str, str]:
         """Return, for each variable, parameter, constant and random key of the first block, its
         name inside the function. `arguments` are the indices, in the block's `tokens`, of the
-        function's arguments.
+        values that the function gets from its caller.
         """
         first = blocks[0]
         used: set[str] = set()
