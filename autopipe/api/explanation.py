@@ -132,7 +132,7 @@ class DegreesExplanation:
     planned: PlanResult
     rows: tuple[DegreeRow, ...]
     commands: tuple[str | None, ...]
-    """By row, the command that plans it; None if there is none."""
+    """For each row, the command that plans its degrees; None if there is none."""
     family: str | None
     """The beginning of the names of the schedules that were asked for, None for all schedules."""
 

@@ -28,9 +28,10 @@ _ARGUMENTS: Final = ("module", "example", "loss", "labels")
 
 
 def factory_arguments(factory: str) -> dict[str, Any]:
-    """Return the arguments of `export_module` that the user's function FILE.py:NAME or MODULE:NAME
-    returns. Raises ConfigurationError if there is no such function, if it returns something else,
-    or if it raises an exception other than AutopipeError.
+    """Return arguments of `export_module`, by parameter name, from the user's function FILE.py:NAME
+    or MODULE:NAME: the module, the example and, optionally, the loss and the labels. Raises
+    ConfigurationError if there is no such function, if it does not return such arguments, or if it
+    raises an exception other than AutopipeError.
     """
     source, _, name = factory.rpartition(":")
     if not source:

@@ -25,8 +25,9 @@ _DEFAULT_RESTARTS = 3
 def launch_config(
     settings: LaunchSettings, live: bool, debug: bool, events: Events
 ) -> LaunchConfig:
-    """Return the configuration of the launcher. Settings that are open follow from the job of a job
-    manager, if this process belongs to one.
+    """Return the configuration of the launcher. If `settings` has no number of nodes (`nnodes`) and
+    this process belongs to a job of a job manager, the job determines the number of nodes and those
+    settings of ranks per node, node rank and rendezvous that are None.
     """
     job = detect_job(os.environ) if settings.nnodes is None else None
     if job is None:

@@ -152,8 +152,8 @@ class Launch:
         """Run the ranks until they end, write the log and the files of the launch, and return the
         reports.
 
-        `observe` is called before the ranks start and yields the observer of the steps. Raises as
-        `launch_program`, SettingError for settings that contradict each other, and
+        `observe` is called before the ranks start and yields the observer of the steps. Raises the
+        errors of `launch_program`, SettingError for settings that contradict each other, and
         ConfigurationError for data or files that do not fit the program.
         """
         check_launch(self.manifest, self.settings)

@@ -44,7 +44,7 @@ class ScheduleResult:
 
     schedule: str
     time: float = 0.0
-    """Length of a step, or of all units of a schedule of blocks."""
+    """Length of a step, or of all micro-batches of a schedule of blocks."""
     bubble_rate: float = 0.0
     peak_memory: tuple[int, ...] = ()
     """Peak memory per device; () if the schedule does not support the placement."""

@@ -37,8 +37,8 @@ class Bar:
     """Stage that determines the colour. Tasks of one stage have one hue."""
     phase: Phase
     unit: int
-    """Micro-batch of the task. In a schedule of blocks: the run of the blocks to which the task
-    belongs, which may process several micro-batches.
+    """Micro-batch of the task. In a schedule of blocks whose blocks process a group of several
+    micro-batches: index of the group.
     """
     letter: str
     """Letter of the phase, as in the name of the task."""

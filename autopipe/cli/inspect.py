@@ -152,8 +152,9 @@ def _layer_lines(layers: Sequence[LayerSummary], indent: str = "") -> Iterator[s
 
 
 def _limited_rows(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield several lines under one name. If there are too many, the last line has the number of
-    omitted lines.
+    """Yield (name, line) pairs for several lines under one name, which only the first pair has; it
+    is "" in the others. If there are more than `_MAX_LISTED_ITEMS` lines, the last one has the
+    number of omitted lines.
     """
     if len(lines) > _MAX_LISTED_ITEMS:
         lines = [*lines[: _MAX_LISTED_ITEMS - 1], f"and {len(lines) - _MAX_LISTED_ITEMS + 1} more"]

@@ -124,8 +124,9 @@ def _round_to_units(columns: int, unit: float) -> int:
 
 
 def _axis_of_pieces(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
-    """Return one window per (start, columns), with `_GAP_COLUMNS` columns between two windows. The
-    last window ends at the end of the row.
+    """Return the time windows of an axis of `columns` characters. `pieces` has one pair (start
+    time, number of columns) per window, and `scale` is the number of columns per unit of time.
+    Between two windows are `_GAP_COLUMNS` columns. The last window ends at the end of the row.
     """
     windows = []
     column = 0

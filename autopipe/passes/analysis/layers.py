@@ -178,8 +178,8 @@ def _side_branches_first(graph: Graph) -> list[int]:
 
 
 def _labels_and_wiring(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
-    """Return the labels of the nodes in `order`, and their wiring. Nodes have equal labels if they
-    are equal except for their wiring.
+    """Return (labels, wiring) of the nodes in `order`. Nodes have equal labels if they are equal
+    except for their wiring: which values they read and write.
     """
     known_labels: dict[Hashable, int] = {}
     descriptions: dict[str, Hashable] = {"": None}

@@ -146,8 +146,9 @@ def _value_spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, i
     """Return, for each value that one of the nodes writes, (position of the node that writes it,
     position of the last node that reads it or a view of it).
 
-    A view has no entry, because it shares the memory of another value. A view of a parameter has an
-    entry: if it crosses a boundary, its gradient is a separate tensor as large as the parameter.
+    A view of a parameter has an entry: if it crosses a boundary between segments, its gradient is a
+    separate tensor as large as the parameter. Other views have no entry, because they share the
+    memory of another value.
     """
 
     def root_of(name: str) -> str:

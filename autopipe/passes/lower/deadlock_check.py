@@ -46,7 +46,7 @@ class Communicator:
     posted: list[tuple[ProofChannel, int]] = field(default_factory=list)
 
     def check_order(self) -> None:
-        """Check the newest position that both `sent` and `posted` have reached.
+        """Compare `sent` and `posted` at the last index that both lists have.
 
         Raises CodegenError if the source sends another message at this position than the target
         receives.
@@ -108,7 +108,8 @@ class ProofChannel:
         self.communicator.check_order()
 
     def _check_order(self) -> None:
-        """Check the newest position of the channel that both ends have reached.
+        """Compare the messages of the two ends of the channel, `sent` and `posted`, at the last
+        index that both lists have.
 
         Raises CodegenError if the two ends have different messages there.
         """

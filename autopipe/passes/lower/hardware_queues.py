@@ -157,8 +157,9 @@ def _launched_kernels(
     def launch(
         title: str, stream: Hashable, members: tuple[int, ...] = (), *after: _Kernel
     ) -> _Kernel:
-        """Return a new kernel, which waits for the newest kernel of its stream, the newest
-        computation, and the kernels `after`.
+        """Return a new kernel on the stream `stream`, which waits for the newest kernel of its
+        stream, the newest computation, and the kernels `after`. `members` are the ranks of its
+        communicator, () if it waits for no other rank.
         """
         before = (newest[key] for key in {stream, _COMPUTE} if key in newest)
         newest[stream] = kernel = _Kernel(code.rank, title, stream, (*before, *after), members)
@@ -243,8 +244,8 @@ def _kernels_by_queue(kernels: Sequence[_Kernel], queues: int) -> list[list[_Ker
 
 
 def _run_queues(devices: Sequence[list[list[_Kernel]]]) -> None:
-    """Start and end kernels until no queue of any device can make progress. `devices` contains the
-    queues of each device, whose last kernel is the next.
+    """Start and end kernels until no queue of any device can make progress. `devices` contains, for
+    each device, its queues. The last kernel of a queue starts next.
     """
     progress = True
     while progress:

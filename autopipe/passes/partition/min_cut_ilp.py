@@ -89,8 +89,9 @@ class Program:
             )
 
     def at_or_after_term(self, operator: int, stage: int, factor: float = 1.0) -> Term:
-        """Return the term `factor` · y[operator, stage]. It is a constant if the operator's
-        permitted stages decide it.
+        """Return the term `factor` · y[operator, stage], where y is 1 if the operator is in the
+        stage or a later one, otherwise 0. The term is a constant if the stages that the operator
+        permits decide y.
         """
         first = self.space.first[operator]
         if stage <= first:
@@ -107,7 +108,7 @@ class Program:
         ]
 
     def negative_load_terms(self, stage: int, unit: float) -> list[Term]:
-        """Return the terms of the negative work of a stage, divided by `unit`."""
+        """Return the terms of the linear expression -(work of the stage) / `unit`."""
         work = self.space.flow.work
         return [
             term

@@ -205,7 +205,8 @@ def _breakdown(
     silent_s: float,
 ) -> Breakdown:
     """Return the breakdown of a step that takes `step_s` seconds and would take `silent_s` seconds
-    if messages took no time. `counts` contains the number of tasks of each device.
+    if messages took no time. `counts` contains, for each device, its number of tasks by (stage,
+    phase).
     """
     device_seconds = _seconds_by_kind(
         placement, counts, prediction, stage_overheads(problem, placement, prediction)
@@ -251,8 +252,8 @@ def _seconds_by_kind(
     parts: Sequence[StageOverhead],
 ) -> list[dict[str, float]]:
     """Return, for each device, the seconds that it spends in a step on each kind of work. Idle time
-    is omitted. `counts` contains the number of tasks of each device, `parts` the overhead in the
-    tasks of each stage.
+    is omitted. `counts` contains, for each device, its number of tasks by (stage, phase), and
+    `parts` the overhead in the tasks of each stage.
     """
     kinds = "work", "exchange", "recomputation", "repetition", "host", "gradients", "update"
     found = [dict.fromkeys(kinds, 0.0) for _ in counts]

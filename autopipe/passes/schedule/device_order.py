@@ -128,8 +128,9 @@ def partial_group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 def _permuted_groups(
     type_of_group: Sequence[Device], types: Sequence[Device]
 ) -> list[tuple[int, ...]]:
-    """Return, for each permutation of `types`, the indices of the groups of these types, sorted by
-    the permutation. `type_of_group` contains the device type of each group.
+    """Return, for each permutation of `types`, the indices of the device groups of these types:
+    first the groups of the first type in the permutation, and so on. `type_of_group` contains the
+    device type of each group.
     """
     groups = [group for group, device in enumerate(type_of_group) if device in types]
     return [

@@ -308,7 +308,8 @@ def minimize_memory(
     """Search for the steady state with the period of `known` and the minimum memory.
 
     The first objective is the highest peak of all devices, the second the sum of the peaks. The
-    latency of a micro-batch is at most `latency`, if given.
+    latency, the time from the first start to the last end of a micro-batch, is at most `latency`,
+    if given.
     """
     cyclic_model = build_model(graph, known.period, known.period)
     model = cyclic_model.model
@@ -606,8 +607,9 @@ def serial_steady_state(graph: BlockGraph, serial: Sequence[int]) -> PeriodicSta
 def _best_placement(
     placing: _GreedyPlacement, period: int, options: Sequence[_PlacingOptions]
 ) -> PeriodicStarts | None:
-    """Return the steady state with the shortest latency of all `options`, each placed into `period`
-    and then compacted by `shorten_period`. None if no option results in a valid steady state.
+    """Return the steady state with the shortest latency (time from the first start to the last end
+    of a micro-batch) of all `options`, each placed into `period` and then compacted by
+    `shorten_period`. None if no option results in a valid steady state.
     """
     best: PeriodicStarts | None = None
     graph = placing.graph

@@ -37,8 +37,9 @@ def best_steady_state(
     """Return (steady state, lower bound of the period) for `micro_batches` micro-batches: the best
     steady state found within the budget.
 
-    Objectives in this order: shortest period, shortest latency of a micro-batch, minimum memory.
-    Raises InfeasibleError if the memory does not suffice even for one block after another.
+    Objectives in this order: shortest period, shortest latency (time from the first start to the
+    last end of a micro-batch), minimum memory. Raises InfeasibleError if the memory does not
+    suffice even for one block after another.
     """
     best, bound = shortest_steady_state(graph, micro_batches, budget)
     budget.report(best.period, bound)
