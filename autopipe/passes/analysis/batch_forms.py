@@ -76,7 +76,9 @@ class LossForm:
     `samples`. Otherwise None.
     """
     ratio: Ratio | None = None
-    """The sums from which a loss of kind RATIO is computed; None for other kinds."""
+    """The sums over samples from which a loss of kind RATIO (a quotient or square root of sums) is
+    computed; None for other kinds.
+    """
 
     def __str__(self) -> str:
         if self.kind is LossKind.MEAN:
@@ -462,8 +464,8 @@ class _FormAnalysis:
     def _form_of_sample_node(
         self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]
     ) -> _Form:
-        """Return the form that a node gives to its results. Some operand contains samples or was
-        computed from samples or their number, and no operand is MIXED.
+        """Return the form that a node gives to its results, in the case that an operand contains
+        samples or was computed from samples or their number, and that no operand is MIXED.
 
         `names` and `operands` are the names and forms of the operands, without absent and static
         operands.

@@ -155,9 +155,9 @@ def _depends_on_division(graph: Graph, node: Node, form: LossForm | None) -> boo
 
 
 def with_loss_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
-    """Return the model with the sums from which a loss of kind RATIO is computed as additional
-    outputs. Raises InfeasibleError if `form` has no ratio or the model's graph does not contain the
-    sums.
+    """Return the model with additional outputs: the sums over samples from which a loss of kind
+    RATIO (a quotient or square root of sums) is computed. Raises InfeasibleError if `form` has no
+    ratio or the model's graph does not contain the sums.
     """
     own = other = None
     if form is not None and form.ratio is not None:

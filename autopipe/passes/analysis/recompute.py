@@ -36,12 +36,17 @@ from autopipe.ir.program import Collective, Compute, Segment, StageCode
 from autopipe.passes.analysis.gradients import differentiable_values, view_base
 
 _LIMIT_RATIO = 2**0.5
-"""Ratio of each limit on the bytes of a segment to the next, smaller limit."""
+"""Ratio of each limit on the bytes of a segment to the next, smaller limit. A segment is a range of
+nodes whose activations are recomputed together.
+"""
 _LIMITS = 16
-"""Number of limits on the bytes of a segment that are tried."""
+"""Number of limits on the bytes of a segment that are tried. A segment is a range of nodes whose
+activations are recomputed together.
+"""
 _BIAS_PENALTY = 2**10
-"""Factor on the bytes that cross a boundary between a matmul and the addition of its bias. It keeps
-the two nodes in one segment, because torch computes them in one call.
+"""Factor on the bytes that cross a boundary between segments, if it lies between a matmul and the
+addition of its bias. The factor keeps the two nodes in one segment, because torch computes them in
+one call.
 """
 
 
@@ -54,8 +59,8 @@ class Segments:
 
     nodes: tuple[tuple[int, ...], ...]
     passing: frozenset[str]
-    """Names of the values that pass from a segment to a later one. A view is represented by the
-    value whose memory it shares.
+    """Names of the values that a segment computes and a later segment reads. A view is represented
+    by the value whose memory it shares.
     """
 
 
@@ -90,8 +95,9 @@ def make_segmenter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
 
 
 def segment_boundaries(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
-    """Return the segment boundaries of a sequence of nodes, as ascending positions of the first
-    node of each segment except the first.
+    """Return the boundaries between the segments (ranges whose activations are recomputed together)
+    of a sequence of nodes, as ascending positions of the first node of each segment except the
+    first.
 
     kept: bytes that each node saves.
     crossing: for each node, the bytes that cross a boundary before it.
@@ -118,9 +124,9 @@ def segment_boundaries(kept: Sequence[int], crossing: Sequence[int], held: int) 
 def _cheapest_boundaries(
     sums: Sequence[int], crossing: Sequence[int], limit: float
 ) -> tuple[int, ...]:
-    """Return the segment boundaries with the fewest crossing bytes such that each segment saves at
-    most `limit` bytes or has only one node. `sums` are the prefix sums of the saved bytes, starting
-    with 0.
+    """Return the positions of the segment boundaries with the fewest crossing bytes, such that each
+    segment (range of nodes) saves at most `limit` bytes or has only one node. `sums` are the prefix
+    sums of the saved bytes, starting with 0.
     """
     count = len(sums) - 1
     cost = [0.0] * (count + 1)
@@ -172,8 +178,8 @@ def _value_spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, i
 def _crossing_bytes(
     graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]
 ) -> list[int]:
-    """Return, for each node, the bytes that would cross a boundary directly before it. `spans` is
-    the result of `_value_spans`.
+    """Return, for each node, the bytes of the values that would cross a segment boundary directly
+    before it. `spans` is the result of `_value_spans`.
 
     Values of `recomputed_nodes`, such as masks, do not count, because most segments read them.
     """

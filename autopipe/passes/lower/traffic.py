@@ -137,8 +137,8 @@ class StageExchange:
     them.
     """
     segment: int = 0
-    """Index of the recomputation segment in which the collective runs; 0 if the stage does not
-    recompute.
+    """Index of the segment in which the collective runs; 0 if the stage does not recompute
+    activations. A segment is a range of nodes whose activations are recomputed together.
     """
 
 

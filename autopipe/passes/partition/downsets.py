@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 _MAXIMUM_STEPS = 50_000
 """Maximum number of sets of blocks for which `count_downsets` stores a count before it gives up."""
 _CELLS = 2**22
-"""Maximum number of pairs of downsets that are compared at once. It bounds the memory of the
-comparison.
+"""Maximum number of pairs of downsets (sets that contain, with each block, all blocks that it
+depends on) that are compared at once. It bounds the memory of the comparison.
 """
 
 
@@ -157,7 +157,7 @@ def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
 
 
 Figures = NDArray[np.float64]
-"""One number per pair of nested downsets, of which one contains the other."""
+"""One number per pair of nested downsets, the outer of which contains the inner one."""
 
 
 @dataclass(frozen=True, slots=True)

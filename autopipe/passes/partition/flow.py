@@ -346,8 +346,8 @@ class PartitionSpace:
         done = done[order]
 
         def stage_cost(before: int, after: Indices) -> Floats:
-            """Return, for each downset in `after`, the cost of the stage that consists of its
-            operators that are not in the downset `before`.
+            """Return, for each downset in `after`, the cost of a stage that consists of the
+            operators that are in this downset but not in the downset `before`.
 
             The cost is the work of the stage if `evenest`, and otherwise the bytes of the values
             that operators in `before` produce and the stage reads.

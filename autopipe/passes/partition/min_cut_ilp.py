@@ -322,10 +322,12 @@ _MAXIMUM_OPEN = 5000
 covers the full space.
 """
 _MAXIMUM_DOWNSETS = 6000
-"""Maximum number of downsets for an exhaustive search."""
+"""Maximum number of downsets (sets of operators that contain, with each operator, all operators
+that it depends on) for an exhaustive search.
+"""
 _MAXIMUM_PAIRS = 2_000_000
-"""Maximum number of pairs of downsets that differ by the work of one stage, for an exhaustive
-search.
+"""Maximum number of pairs of downsets (sets of operators that contain, with each operator, all
+operators that it depends on) that differ by the work of one stage, for an exhaustive search.
 """
 _NODES = 1000
 """Maximum number of branch-and-bound nodes of an integer program. On a fast machine, this limit

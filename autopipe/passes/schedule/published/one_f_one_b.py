@@ -347,8 +347,9 @@ class Chimera(Published):
     pattern: ClassVar[PlacementPattern] = OPPOSITE
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each rank, sorted by the time slots of `grid_slots`. Even
-        micro-batches run on the first pipeline, odd micro-batches on the second.
+        """Return the order of tasks of each rank. Tasks are sorted by the time slots of
+        `grid_slots`, in which each forward and each backward takes one slot. Even micro-batches run
+        on the first pipeline, odd micro-batches on the second.
         """
         down = [stages[0] for stages in rank_stages]
         up = [stages[1] for stages in reversed(rank_stages)]
@@ -376,8 +377,9 @@ class Hanayo(Published):
     pattern: ClassVar[PlacementPattern] = WAVES
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each rank, sorted by the time slots of `grid_slots`, with
-        micro-batches in groups of p.
+        """Return the order of tasks of each rank. Tasks are sorted by the time slots of
+        `grid_slots`, in which each forward and each backward takes one slot. Micro-batches run in
+        groups of p, the number of devices.
         """
         return orders_by_slot(
             rank_stages,

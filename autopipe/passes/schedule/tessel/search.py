@@ -511,7 +511,8 @@ _WARM_UP_PER_DEVICE = 2
 _MAX_GROUP = 4
 """Maximum number of micro-batches in one repetition of a list schedule."""
 _MIN_SAVING = 0.02
-"""Minimum fraction of the makespan that a schedule without a repetend of one micro-batch must save.
+"""Minimum fraction of the makespan that a schedule must save if it does not repeat, or if one
+repetition contains several micro-batches.
 """
 
 
