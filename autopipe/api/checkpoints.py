@@ -210,7 +210,7 @@ def _write_tensors(
     settings: ExportSettings,
     events: Events,
 ) -> ExportedTensors:
-    """Write the tensors of `state` to safetensors files. `inputs` are files that are not
+    """Write the tensors of `state` to safetensors files. `inputs` are files that must not be
     replaced.
     """
     from autopipe.passes.safetensors_files import (

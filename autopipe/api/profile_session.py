@@ -61,9 +61,9 @@ class Profiling:
             raise ConfigurationError(message, f"set --ranks {most}", "--ranks")
 
     def run(self, bar: Progress) -> tuple[DeviceCosts, tuple[str, ...]]:
-        """Measure. Return the costs, and the reasons why some operators could not be measured.
-        Raise ConfigurationError if the device is not available, and AutopipeError if the model
-        cannot be read.
+        """Run all measurements. Return the costs, and the reasons why some operators could not be
+        measured. Raise ConfigurationError if the device is not available, and AutopipeError if the
+        model cannot be read.
         """
         device = self._device()
         torch.set_num_threads(self.settings.threads)

@@ -56,8 +56,9 @@ def trained_body(graph: Graph, node: Node) -> Graph:
     """Return the body of the loop `node`, in which each input that has a gradient is replaced by a
     trainable parameter.
 
-    The inputs with a gradient are those that pass operands of `node` with a gradient in `graph`,
-    and the loop-carried states that an iteration computes from inputs with a gradient.
+    An input of the body has a gradient if it receives an operand of `node` that has a gradient in
+    `graph`, or if it is a loop-carried state that an iteration computes from inputs with a
+    gradient.
     """
     body = loop_body(node)
     gradient = differentiable_values(graph)

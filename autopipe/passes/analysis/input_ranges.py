@@ -306,8 +306,8 @@ def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
 
 def _following_paths(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
     """Yield a path for each result of the node that contains the elements of the operand with index
-    `slot`, whose path is `path`. Yield nothing if the node computes other values from these
-    elements.
+    `slot`, whose path is `path`. A path is a value of the graph that contains elements of an input.
+    Yield nothing if the node computes other values from these elements.
     """
     if node.op in ("Add", "Sub"):
         yield from _shifted_paths(graph, node, slot, path)
@@ -339,8 +339,10 @@ def _following_paths(graph: Graph, node: Node, slot: int, path: _Path) -> Iterat
 
 
 def _shifted_paths(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """Yield the path of the result of an Add or Sub with an integer constant. Yield nothing if the
-    other operand is no integer constant, or if the elements are subtracted from it.
+    """Yield the path of the result of an Add or Sub of the operand with index `slot`, whose path is
+    `path`, and an integer constant. A path is a value of the graph that contains elements of an
+    input. Yield nothing if the other operand is no integer constant, or if the elements are
+    subtracted from it.
     """
     constant = graph.constant(node.inputs[1 - slot])
     negated = node.op == "Sub" and slot == 1

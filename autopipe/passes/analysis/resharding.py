@@ -99,8 +99,9 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
     current = source
 
     def append_step(kind: str, dimension: int, axes: MeshAxes, *origin: int) -> None:
-        """Append a step from the current layout to the layout in which `dimension`, and the
-        dimension `origin` if given, are sharded as in `target`.
+        """Append a step of the kind `kind` over the mesh axes `axes`. It changes the current layout
+        to the layout in which `dimension`, and the dimension `origin` if given, are sharded as in
+        `target`.
         """
         nonlocal current
         shard_axes = (

@@ -280,8 +280,8 @@ class DualPipeV(Published):
         return rank_stages
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each rank. Rank r has the order of a rank of DualPipe at
-        distance r from the nearer end.
+        """Return the order of tasks of each rank. Rank r has the order of a rank of DualPipe that
+        is r ranks away from the nearer end of the pipelines.
         """
         every = range(micro_batches)
         return [

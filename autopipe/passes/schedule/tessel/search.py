@@ -108,8 +108,8 @@ def _improve_with_rounded_times(
 def _improve_with_exact_times(
     graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget
 ) -> tuple[PeriodicStarts, int]:
-    """Return (steady state, lower bound of the period), searched with exact times. Neither is worse
-    than `best` and `bound`.
+    """Return (steady state, lower bound of the period), searched with exact times. The period is at
+    most that of `best`, and the bound at least `bound`.
     """
     found = _solve_within(
         graph, budget, 0.15, lambda limit: periodic.find_with_period(graph, bound, limit)
