@@ -61,7 +61,7 @@ def problem_of(name: str, settings: dict[str, str]) -> Problem:
     """Return the training of a model with one sample per micro-batch, without fusion."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(read, "fused", lambda graph: graph),
+        mock.patch.object(read, "fuse_operators", lambda graph: graph),
     ):
         path = Path(folder) / "model.onnx"
         build(configure(name, {**settings, "loss": "true", "weights": "none"})).save(path)

@@ -70,7 +70,7 @@ def gpt3() -> Model:
             whole, DECOMPOSED, inline_schema_functions=True
         )
         onnx.save(inlined, path)
-        with patch.object(read, "fused", lambda graph: graph):
+        with patch.object(read, "fuse_operators", lambda graph: graph):
             return read_model(path, batch=BATCH)
 
 

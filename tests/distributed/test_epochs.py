@@ -108,7 +108,7 @@ def test_epochs_on_two_ranks_are_those_of_batches_of_just_their_samples(
     assert (
         ended.code == 0
         and ended.losses == []
-        and "holds 4 steps of 4; --steps or --epochs" in ended.stderr
+        and "is after 4 steps, and training ends after 4" in ended.stderr
     )
     assert len(whole.losses) == 4
     assert whole.losses == pytest.approx([*first.losses, *second.losses, *third.losses], abs=1e-6)

@@ -208,7 +208,7 @@ for bad in (None, 2, 0, None):
         weights[0].grad[0] = float("nan")
     scaler.unscale(weights)
     if weights:
-        scaler.update(torch.optim.SGD(weights, lr=1.0))
+        scaler.step_optimizer(torch.optim.SGD(weights, lr=1.0))
     scaler.end_step()
     print([weight.tolist() for weight in weights], scaler.outcome.tolist(), scaler.state())
 """

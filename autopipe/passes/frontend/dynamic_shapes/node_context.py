@@ -84,7 +84,7 @@ class NodeFacts:
     The keys and sizes of several parts stand for the selection of their concatenated rows.
     """
     results: dict[str, Fact] = field(default_factory=dict)
-    """What is known of the node's results, by name, if their shape or elements depend on data. The
+    """Facts about the node's results, by name, if their shape or elements depend on data. The
     laws (functions that write a node with static shapes) add these facts.
     """
 
