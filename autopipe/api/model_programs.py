@@ -71,9 +71,9 @@ class Pipeline:
 def write_pipeline(
     model: Model, precision: str, costs: DeviceCosts, folder: Path
 ) -> Pipeline | None:
-    """Write the model as a program of two stages. According to `costs`, both take equal time,
-    without the overhead of sending and receiving. Return None if the model is not trained, cannot
-    be partitioned, or is too large.
+    """Write the model as a program of two stages. According to `costs`, the slower stage takes
+    as little time as possible, without the overhead of sending and receiving. Return None if the
+    model is not trained, cannot be partitioned, or is too large.
     """
     if model.mode is not Mode.TRAIN or not is_small(model, precision):
         return None

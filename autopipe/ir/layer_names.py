@@ -125,7 +125,9 @@ def _class_words(path: Sequence[str]) -> str:
 
 
 def _singular(word: str) -> str:
-    """Return the singular of `word` if it is a plural, otherwise `word`."""
+    """Return the singular of `word` if it looks like a plural (it ends in s but not in ss, and
+    has more than `_MIN_PLURAL_CHARACTERS` characters), otherwise `word`.
+    """
     is_plural = word.endswith("s") and not word.endswith("ss")
     if is_plural and len(word) > _MIN_PLURAL_CHARACTERS:
         return _IRREGULAR_SINGULARS.get(word, word[:-1])

@@ -164,9 +164,11 @@ def _find_runs(labels: Labels) -> list[_Run]:
 
 
 def _candidate_periods(labels: Labels) -> list[int]:
-    """Return the possible periods of repeated parts, ascending: the distances between consecutive
-    equal windows. A window is a range of 1, 2, 4, … labels. A period below `_MIN_LAYER_NODES` is
-    replaced by its smallest multiple that is not.
+    """Return possible periods of repeated parts, ascending: distances between consecutive equal
+    windows. A window is a range of 1, 2, 4, … labels, up to half of all labels. Of each window
+    length, the most frequent distances count, at most `_MAX_PERIODS_PER_LENGTH`, between half a
+    window and half of all labels. A period below `_MIN_LAYER_NODES` is replaced by its smallest
+    multiple that is not.
     """
     count = len(labels)
     names = labels

@@ -429,8 +429,8 @@ def run_agent(
         # one.
         raise
     except RendezvousError:
-        # The rendezvous for a further attempt failed. If a rank failed before, its failure
-        # explains more than this error does.
+        # The rendezvous for the first or a further attempt failed. If a rank failed before, its
+        # failure explains more than this error does.
         handler.shutdown()
         if agent.failure is None:
             raise

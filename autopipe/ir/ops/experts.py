@@ -101,8 +101,9 @@ def mixture_space(signature: Signature) -> Space:
     *m or t: tokens, e: experts, i: hidden units. No axis indexes the features and the scores.
 
     A split along e or i gives partial sums, because each device adds up its own experts, or its own
-    hidden units of each expert; one device adds the bias of the second layer. QMoE, and a gate that
-    is fused with the first layer without interleaved rows, can be split along e but not along i.
+    hidden units of each expert. Under a split along i, one device adds the bias of the second
+    layer. QMoE, and a gate that is fused with the first layer without interleaved rows, can be
+    split along e but not along i.
     """
     _check_shapes(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]

@@ -395,8 +395,8 @@ class _Variations:
         the stages that need it.
         """
         trials = self.search.trials
-        # If two candidates differ only in the form of their losses, use the one that recomputes
-        # logits, because it needs less memory.
+        # Omit a candidate that exceeds memory if another one was tried that differs only in that
+        # its losses recompute logits, because that one needs less memory.
         lean = {
             replace(each.candidate, scores=None)
             for each in trials

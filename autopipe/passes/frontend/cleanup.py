@@ -499,9 +499,9 @@ def remove_idle_stops(graph: Graph, trains: bool = True) -> Graph:
 
 
 def _common_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
-    """Return the value that the node, a `Where`, always returns; "" if its result depends on the
-    condition. `names` maps names of operands to the values that replace them. The result is always
-    one value if both operands are that value and the node does not broadcast it.
+    """Return the value that the node, a `Where`, always returns: the value of both operands, if
+    they are one value and the node does not broadcast it; otherwise "". `names` maps names of
+    operands to the values that replace them.
     """
     first, second = (names.get(each, each) for each in node.inputs[1:])
     is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape

@@ -328,9 +328,9 @@ class Roles:
     def _role_of_uniform(
         self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool
     ) -> Role:
-        """Return the role of a tensor whose values are all equal: a newly initialised scale or
-        offset, or an untrained default. `lifted` is True if the exporter invented the tensor's
-        name.
+        """Return the role of a tensor whose values are all equal: a newly initialised parameter,
+        such as a scale or an offset, or an untrained default. `lifted` is True if the exporter
+        invented the tensor's name.
         """
         wide = [extent for extent in value.shape if extent > 1]
         if slots and slots <= AFFINE_SLOTS:

@@ -206,8 +206,8 @@ def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
 def quick_step(
     problem: Problem, placement: Placement, costs: Sequence[StageCost]
 ) -> Timeline | StepSummary:
-    """Return the step of a placement under 1F1B, computed from the costs of its stages. Memory
-    limits are ignored.
+    """Return the step of a placement under kFkB with k = 1 (1F1B if all stages have equal
+    micro-batch sizes), computed from the costs of its stages. Memory limits are ignored.
     """
     graph = StageGraph.of(problem, placement)
     prediction = prediction_from_costs(problem, placement, costs)

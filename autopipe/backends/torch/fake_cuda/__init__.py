@@ -2,8 +2,9 @@
 but no data, on the device `cuda`, forward and backward.
 
 The device is a shared library. `build` compiles it from `device.cpp` against the headers of the
-installed torch, and caches it per version of torch. `load` must load it before torch is imported. A
-process with this device is therefore started as
+installed torch, and caches it per installation of torch, version of torch and content of
+`device.cpp`. `load` must load it before torch is imported. A process with this device is therefore
+started as
 
     python -m autopipe.backends.torch.fake_cuda LIBRARY FILE.py ARGUMENT...
 """

@@ -198,8 +198,8 @@ class Rank(RankContext):
                 self._save_if_due(requested=True)
 
     def _report_epoch(self, data: StepData) -> None:
-        """Report once that the run has begun to read its data again, at the start of the second
-        epoch.
+        """Report once that the run reads its data again: after the first step of the second
+        epoch or, if the run resumes later than that, after the step at which it resumes.
         """
         if data.epoch <= 1 or self._has_repeated_data:
             return

@@ -548,8 +548,9 @@ class MicroBatchSearch:
         return best
 
     def _find_partitions(self, line: BlockChain, best: float) -> Iterator[Partition]:
-        """Yield partitions of a chain whose estimated step can be shorter than `best` seconds, or
-        longer by at most the factor `self.close`.
+        """Yield partitions of a chain. A partition is searched only if its slowest stage alone
+        makes the step at most `self.close` times as long as `best` seconds and as the shortest
+        estimated step found so far. Its own estimated step may be longer.
         """
         batch = self.problem.batch_size
         solver, tables = self._make_solver(line)
