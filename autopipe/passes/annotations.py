@@ -73,8 +73,9 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
     """
     rank = {device: index for index, device in enumerate(sorted(order))}
     places = {cut.axis: tuple(cut.places[rank[device]] for device in order) for cut in cuts}
-    # The parts determine the order of the splits: the first device outside of the first part is
-    # later for outer splits than for inner splits.
+    # An outer split changes its part later in the device order than an inner split. Sorting by the
+    # first device that is outside of the first part therefore orders the splits from outermost to
+    # innermost.
     outer = sorted(
         cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0)
     )
@@ -152,8 +153,9 @@ def _splits_from_layouts(
         for (count, held, here), own_axes in zip(blocks, axes, strict=True):
             for axis, degree, inner in _axis_parts(own_axes, space.axis_sizes(), count, here):
                 if degree == 1 and axis in windows.values():
-                    # A tensor that is read through windows may be replicated although its axis is
-                    # split: each device then holds more than its windows read.
+                    # The tensor is replicated along a dimension that the node reads through
+                    # windows. The node's axis may still be split, because each device then stores
+                    # more elements than its windows read.
                     continue
                 cut = AxisSplit(
                     axis, degree, tuple(held[device] // inner % degree for device in devices)

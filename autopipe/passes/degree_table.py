@@ -100,7 +100,9 @@ def scheduler_family(prefix: str) -> tuple[Scheduler, ...]:
     names = [name for name in scheduler_names() if name.startswith(prefix)]
     found = [scheduler_class(name)() for name in names if name != "csv"]
     if not prefix or not found:
-        scheduler_class(prefix)  # Raises an error with the nearest name, unless prefix is "csv".
+        # `scheduler_class` raises an error with the nearest name, unless `prefix` is "csv". In this
+        # case the next statement raises the error.
+        scheduler_class(prefix)
         raise ConfigurationError(
             f"schedule {prefix!r} is read from a file and does not depend on degrees"
         )
@@ -228,8 +230,8 @@ class _Table:
                 )
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:
-                    # Each allowed micro-batch size exceeds `most`, so micro-batches cannot become
-                    # smaller.
+                    # All permitted micro-batch sizes exceed the maximum `most`, so no variation can
+                    # satisfy it. The loop ends, and the row states the reason.
                     break
                 search.best = None
                 search.refused = []

@@ -468,8 +468,8 @@ def _estimated_seconds(planned: PlanResult, change: Change) -> float:
                 planned.plan.schedule, placed.graph.stage_devices, placed.prediction
             ).end
         except InfeasibleError:
-            # The plan's order is not possible for this placement, but the scheduler can find
-            # another one.
+            # The plan's task order cannot run on this placement, but the scheduler may find another
+            # order. The estimate is therefore the lower bound of all orders, `lower_bound`.
             pass
     return lower_bound(placed.problem, placed.placement, placed.prediction)
 

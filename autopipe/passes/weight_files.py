@@ -338,8 +338,8 @@ def _computation(source: Source) -> Iterator[object]:
         places |= {name: (number, index) for index, name in enumerate(_inference_results(node))}
     yield [places.get(same.get(each.name, each.name), each.name) for each in source.graph.output]
     tensors = {each.name: each for each in source.graph.initializer if each.name in needed}
-    # Large tensors were loaded without their data, so their data is not compared. It may differ,
-    # because it consists of weights.
+    # Large tensors were loaded without their data, so only their names, types and shapes are
+    # compared. Their data are weights, which may differ between the two files.
     yield sorted(
         (name, each.SerializeToString(deterministic=True)) for name, each in tensors.items()
     )

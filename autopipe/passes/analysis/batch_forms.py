@@ -238,8 +238,8 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
         )
     if power == 0:
         return LossForm(LossKind.MEAN, samples=fixed)
-    # For a sum that is divided by a constant, the file fixes the batch size: for another batch
-    # size, it would contain another constant.
+    # If a file divides a sum by a constant, it fixes the batch size to the size for which this
+    # constant was computed. A file for another batch size would contain another constant.
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
@@ -265,9 +265,9 @@ def sample_mixing(graph: Graph, other: Graph | None) -> SampleMixing:
         form = forms.form_of_value(name)
         if form.degree and form.base is not _BaseForm.TOTAL:
             return counts_samples
-        # The indices that MaxPool returns number the elements of the full batch, so the node cannot
-        # split the sample axis. `joined_samples` checks it. If windows cover several samples, the
-        # reason differs.
+        # A MaxPool that returns indices into the full batch cannot split the sample axis, and
+        # `joined_samples` checks these indices. A MaxPool whose windows cover several samples
+        # states another reason and is rejected here.
         is_index = form.operator == "MaxPool" and form.reason.endswith(_TOGETHER)
         if form.base is _BaseForm.MIXED and form.operator not in _DECIDED and not is_index:
             return form.mixing
@@ -312,7 +312,8 @@ class _FormAnalysis:
             self._forms[parameter.value.name] = self._form_of_parameter(parameter.value.name)
         needed = self._ancestors(wanted)
         for index, node in enumerate(graph.nodes):
-            # This method is called for each output, and outputs can depend on common nodes.
+            # This method runs once per output, and several outputs can depend on one node. A node
+            # whose results already have a form is therefore skipped.
             if index in needed and self._forms.keys().isdisjoint(filter(None, node.outputs)):
                 self._store_forms_of_results(index, node)
         return self._forms[wanted]
@@ -377,8 +378,8 @@ class _FormAnalysis:
         )
         found = graph.constant(name)
         if found is None:
-            # The other graph lacks this node or its constant. The constant is assumed to be
-            # independent of n.
+            # The other graph lacks this node or its constant, so the two constants cannot be
+            # compared. The constant is assumed to be independent of the number of samples.
             return 0
         axes = batch_axes_of(graph)
         other = _entry_of_one_sample(found, axes)
@@ -406,7 +407,9 @@ class _FormAnalysis:
             if not name:
                 continue
             if node.op == "BatchNormalization" and place > 0:
-                self._forms[name] = _FIXED  # Running statistics, which do not affect a loss.
+                # These results are running statistics. They do not affect a loss, so they count as
+                # independent of samples.
+                self._forms[name] = _FIXED
             else:
                 self._forms[name] = self._form_of_result(node, name, form)
 
@@ -636,8 +639,8 @@ class _FormAnalysis:
         number = float(constant.array.reshape(()))
         if node.op != "Add":
             return _Form(_BaseForm.BOUNDED, divided_by=replace(divisor, minimum=number))
-        # A constant plus a mean over samples is a mean over samples again, not a BOUNDED (see
-        # `_form_of_sum`).
+        # The form BOUNDED is for a constant added to a sum over samples. A constant plus a mean
+        # over samples is a mean over samples again, which `_form_of_sum` determines.
         return (
             _Form(_BaseForm.BOUNDED, divided_by=replace(divisor, added=number))
             if divisor.degree == 0
@@ -795,7 +798,8 @@ def _form_of_sum(node: Node, operands: Sequence[_Form]) -> _Form:
                 _BaseForm.EACH if _BaseForm.EACH in bases else _BaseForm.UNIFORM, found.degree
             )
             continue
-        # A FIXED value is the mean over samples of itself, so FIXED plus a mean is a mean.
+        # A FIXED value does not depend on the samples, so it equals its own mean over samples.
+        # FIXED plus a mean over samples is therefore a mean over samples.
         fixed, total = (found, each) if found.base is _BaseForm.FIXED else (each, found)
         if (
             bases == {_BaseForm.FIXED, _BaseForm.TOTAL}

@@ -139,7 +139,9 @@ def weight_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
         view of one that has a gradient.
         """
         if name not in differentiable:
-            return False  # After a StopGradient, a view of a parameter is not differentiable.
+            # A view of a parameter behind a StopGradient is not differentiable, so it does not
+            # count as a weight.
+            return False
         found = graph.parameter(view_base(graph, name))
         return bool(
             found
@@ -331,8 +333,8 @@ def workspace_of(
     )
     gradient = 0
     if weight.name in differentiable_values(graph):
-        # The gradient exists in 16 bits and simultaneously in the parameter's type, after a
-        # conversion.
+        # Autocast computes the gradient in 16 bits and then converts it to the parameter's type.
+        # Both copies exist simultaneously during the conversion, so the bytes of both count.
         width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
         gradient = weight.elements * width // degrees.get("c", 1)
     return Workspace(

@@ -64,7 +64,8 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
             continue
         bounds, allowed, ignored = _input_bounds(graph, value)
         least = int(bounds.below.min(initial=_UNBOUNDED))
-        # The range [0, below) must contain a value, also if the bounds contradict each other.
+        # Elements are generated in the range [0, below). The upper bound is therefore at least 1,
+        # because contradictory bounds would otherwise permit no value.
         below = (
             None
             if value.dtype.is_floating
@@ -156,7 +157,8 @@ class _Bounds:
         for first, stop, positions in _group_by_bounds(least.reshape(-1), below.reshape(-1)):
             if (stop == _UNBOUNDED and first == -_UNBOUNDED) or stop <= first:
                 continue
-            # `np.unravel_index` rejects scalars.
+            # `np.unravel_index` rejects the shape () of a scalar. A scalar is without axes, so its
+            # tuple of axes is empty.
             axes = np.unravel_index(positions, least.shape) if least.ndim else ()
             starts = np.asarray([axis.min() for axis in axes], np.int64)
             stops = np.asarray([axis.max() + 1 for axis in axes], np.int64)

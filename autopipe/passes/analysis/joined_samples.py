@@ -93,8 +93,8 @@ def _uses_batch_indices(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     if node.domain or axes.values.keys().isdisjoint(placed):
         return False
     if node.op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1]:
-        # A MaxUnpool that reads the indices runs on the same micro-batch, so the indices remain
-        # correct.
+        # Indices that only MaxUnpool reads do not count: MaxUnpool runs on the same micro-batch as
+        # the MaxPool, so the indices refer to the correct elements.
         readers = {graph.nodes[index].op for index in graph.consumers().get(node.outputs[1], ())}
         return node.outputs[1] in graph.outputs or bool(readers - {"MaxUnpool"})
     if node.op not in _PLACING or _has_samples(node, axes):

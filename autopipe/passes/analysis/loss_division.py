@@ -126,8 +126,9 @@ def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool)
     weight = 1.0 / (batching.micro_batches * counted)
     if ratio.divisor is None and ratio.degree == 0:
         weight = 1.0
-    # For means, the added constant and the minimum refer to a mean already. For sums, they are
-    # multiplied by the weight of the sums.
+    # If the divisor is a sum over samples, its constant and its minimum are multiplied by the
+    # weight of the sum. If the divisor is a mean, the two already refer to a mean and remain
+    # unchanged.
     scale = weight if ratio.degree == 0 else 1.0
     minimum = None if divisor.minimum is None else divisor.minimum * scale
     return LossDivision(

@@ -180,7 +180,9 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     for node in graph.nodes:
         row = operator_of(node)
         for place, name in enumerate(node.inputs):
-            # Generated programs multiply stacked matrices by einsum, without 16-bit copies.
+            # Generated programs multiply a stack of matrices (a weight with more than two
+            # dimensions) by einsum, without a 16-bit copy. Such a weight is therefore removed from
+            # the result.
             stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
             if stacked or row is None or place not in row.copied_weights:
                 found.discard(name)

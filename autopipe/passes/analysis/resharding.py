@@ -68,8 +68,9 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
         return ()
     if target.windows:
         both = (axis for layout in (source, target) for axes in layout.shard_axes for axis in axes)
-        # Along each mesh axis, coordinates repeat after stride · degree devices. After `group`
-        # devices, all coordinates repeat, so a larger group adds no cases.
+        # The coordinates of devices along a mesh axis repeat after stride · degree devices. After
+        # the least common multiple of these numbers, all coordinates repeat, so a larger group adds
+        # no cases.
         group = math.lcm(*(axis.stride * axis.degree for axis in both))
         is_local = not missing_elements(source, target, group).any()
         return (Redistribution("slice" if is_local else "redistribute", source, target),)
@@ -376,8 +377,8 @@ def with_redistributions(
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is None or need in available[name]:
                 continue
-            # Layouts that contain all elements that this reader needs. A slice of such a layout,
-            # without communication, is then the layout of this reader.
+            # Layouts that later nodes need and that contain all elements of `need`. If one of them
+            # is produced now, a slice of it yields `need` without further communication.
             later = (
                 layout_needed
                 for layout_needed in needed.get(name, ())
@@ -465,7 +466,9 @@ def _has_unequal_shards(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) ->
         len({(len(devices), layout) for devices, layout in holdings}) == 1
         and not holdings[0][1].windows
     ):
-        return False  # Even shards of one layout on groups of one size are equal or disjoint.
+        # If all groups of devices are of one size and use one layout, its shards are of equal size.
+        # Two of the shards are then equal or disjoint, so no partial overlap exists.
+        return False
     return any(
         one.intersect(other) is not None
         for one, other in itertools.combinations(set(shard_of_device.values()), 2)

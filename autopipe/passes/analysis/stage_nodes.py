@@ -42,8 +42,8 @@ def assign_nodes(
         for name in wanted:
             producer = graph.producer(name)
             if producer is None:
-                # Any stage can return an input, parameter or constant, because no stage computes
-                # it. The first stage of the pipeline does.
+                # No stage computes an input, parameter or constant, so any stage can return this
+                # value as an output. The first stage of the pipeline is chosen.
                 outputs[[stage.pipeline for stage in placement.stages].index(pipeline)][name] = None
                 continue
             outputs[stage_of[producer]][name] = None

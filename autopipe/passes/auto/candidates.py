@@ -167,8 +167,9 @@ def may_support_schedule(request: Request, name: str, options: Mapping[str, Any]
     if options.get("opposite") and (
         not isinstance(scheduler, Published) or request.mode is Mode.INFER
     ):
-        # For schedules that are not published ones, and for inference, shape x of strategy
-        # tessel_shapes gives such placements.
+        # For schedules that are not published ones, and for inference, strategy tessel_shapes
+        # already offers two opposite pipelines as its shape x. Option `opposite` of grid is
+        # therefore skipped.
         return False
     if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
         return True

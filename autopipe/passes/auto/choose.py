@@ -86,7 +86,9 @@ def choose_plan(
         if record is not None:
             return decode_result(record, request, runner)
     except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
-        pass  # The stored result is damaged, so search again.
+        # The stored result is damaged or no longer valid for the request, so a new search replaces
+        # it.
+        pass
     found = _search_and_choose(request, runner)
     # With a time limit, or after an internal error, the result may not be the best, so it is not
     # stored.

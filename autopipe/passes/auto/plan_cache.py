@@ -221,7 +221,8 @@ def _decode_candidate(chosen: Alternative) -> Candidate:
     choice = chosen.choice
     options = dict[str, object](chosen.choice.options)
     for name, text in choice.options:
-        # An option that is not valid JSON is a text.
+        # Options are stored as JSON, except for texts. An option that is not valid JSON is
+        # therefore used as text.
         with contextlib.suppress(ValueError):
             options[name] = json.loads(text)
     try:
@@ -283,7 +284,8 @@ def cache_folder() -> Path | None:
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(home) / "autopipe" if home else Path.home() / ".cache" / "autopipe"
-    except RuntimeError:  # The user has no home folder.
+    # `Path.home` raises RuntimeError if the user is without a home folder. No plan is cached then.
+    except RuntimeError:
         return None
 
 
@@ -313,7 +315,8 @@ class JsonStore:
         except ConfigurationError:
             return None
         with contextlib.suppress(OSError):
-            # The modification time is the time of the last use, by which `write` deletes documents.
+            # Set the modification time to the time of this use, because `write` deletes the
+            # documents with the oldest modification times first.
             os.utime(path)
         return record
 
@@ -327,7 +330,9 @@ class JsonStore:
                 file.write(document_text(document).encode())
             found = []
             for path in self.folder.glob("*.json"):
-                with contextlib.suppress(OSError):  # Another run may delete the file at any time.
+                # Another run may delete the file between these calls, so the file is skipped if it
+                # cannot be read.
+                with contextlib.suppress(OSError):
                     if not is_autopipe_document(path):
                         continue
                     status = path.stat()

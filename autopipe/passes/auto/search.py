@@ -293,8 +293,9 @@ class PlanSearch:
             return
         for scheduler in self.schedulers():
             if is_search_scheduler(scheduler) and found.runs and self.best is not None:
-                # Method `try_all_schedules` runs schedulers that search, if their schedule can be
-                # the best.
+                # A scheduler that searches runs here only if it is the first scheduler for this
+                # placement, or if no step is known yet. Otherwise method `try_all_schedules` runs
+                # it later, if its schedule can be the best.
                 break
             if self.run_scheduler(found, placed, scheduler).scheduled:
                 break

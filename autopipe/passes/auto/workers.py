@@ -122,9 +122,9 @@ class SpeculativePool:
             works = self._waiting.popleft()
             reading, writing = os.pipe()
             with warnings.catch_warnings():
-                # Python 3.12 warns that other threads may hold locks. The only other thread prints
-                # progress. Its locks do not matter, because the fork only writes to its pipe and
-                # exits.
+                # Python 3.12 warns that a fork can deadlock if another thread holds a lock. The
+                # warning is ignored: the only other thread prints progress, and the forked process
+                # only writes to its pipe and exits, so it needs no lock of this thread.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 number = os.fork()
             if not number:

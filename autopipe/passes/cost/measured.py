@@ -324,8 +324,9 @@ def _device_costs(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts
     none.
     """
     found = costs.of(device.name)
-    # `Costs.of` returns the only entry of a file for any name, so that measurements also serve a
-    # device type that the user named differently. With several types this would mix them up.
+    # `Costs.of` returns the only entry of a file for any name, so that a device type named
+    # differently in the cluster can use it. In a cluster of several types, the entry could belong
+    # to another type, so it is rejected.
     if found is None or (found.device != device.name and len(cluster.kinds) > 1):
         have = ", ".join(repr(each.device) for each in costs.devices)
         raise ConfigurationError(

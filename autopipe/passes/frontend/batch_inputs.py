@@ -79,8 +79,9 @@ def infer_batch_axes(
             raise
         of_one = {**dict.fromkeys(symbols, 1), **dims}
         if len(fixed_names) < len(inputs) and _is_readable(inputs, of_one, read):
-            # The model can be read if all symbols are 1, so the symbolic sizes of axis 0 are batch
-            # sizes, and the fixed sizes are not.
+            # The model can be read with all symbols set to 1. This shows that symbolic sizes of
+            # axis 0 are batch sizes, and that inputs with a fixed size of axis 0 lack a batch
+            # dimension.
             return {**declared, **dict.fromkeys(fixed_names)}
         # A failed trial does not count: the model may be readable with the sizes that the user
         # sets.

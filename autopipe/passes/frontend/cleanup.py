@@ -209,8 +209,8 @@ def _addressed_rows(
         axis = 0
         limits = shape[: indices.shape[-1]]
         columns = indices
-    # A broadcast reads every row, so a gather with fewer indices than rows is not a broadcast. This
-    # also rejects row numbers that numpy cannot represent.
+    # A broadcast reads every row at least once, so a gather with fewer indices than rows is not a
+    # broadcast. This test also rejects row numbers that numpy cannot represent.
     if math.prod(limits) > max(columns.size, 1):
         return None
     rows: np.ndarray | None = None
@@ -376,7 +376,8 @@ def remove_unread(graph: Graph) -> Graph:
             node = node if node.body is None else _prune_loop(node, needed)
             kept.append(node)
             needed.update(node.inputs)
-            needed.discard("")  # The name of an absent operand is "".
+            # The empty name denotes an absent operand and no value, so no node is needed for it.
+            needed.discard("")
     return dataclasses.replace(
         replace_nodes(graph, reversed(kept)),
         parameters=tuple(
@@ -473,7 +474,8 @@ def remove_idle_stops(graph: Graph, trains: bool = True) -> Graph:
     """
     if not any(node.op == STOP_GRADIENT for node in graph.nodes):
         return graph
-    # Names of trained parameters and of the values that are computed from them.
+    # Names of values through which a gradient can flow: trained parameters, and all values that are
+    # computed from trained parameters.
     computed = (
         {each.value.name for each in graph.parameters if each.trainable} if trains else set[str]()
     )

@@ -517,9 +517,10 @@ class _LoopUnroller:
             if alive:
                 for names in zip(inner, old, carried, strict=True):
                     yield from _select_result(self.node, alive, *names, self.reader, self.where)
-                # Known data let the next iteration be evaluated while the file is read. It may read
-                # them (a counter, for example) instead of the selected state, because states that a
-                # finished loop computes are never selected.
+                # A result whose data is known while the file is read lets the next iteration be
+                # evaluated at once, for example a counter. The next iteration may use this result
+                # instead of the selected state, because after the end of the loop the result is
+                # never selected.
                 pairs = zip(inner, carried, strict=True)
                 inner = [
                     new if self.reader.data(new) is not None else mixed for new, mixed in pairs
@@ -685,9 +686,9 @@ class _LoopUnroller:
             len(inputs) != counted + len(carried) + len(scanned)
             or len(results) != len(self.node.output) + counted // 2
         ):
-            return (
-                None  # The caller then unrolls the loop, and `unroll_iteration` raises the error.
-            )
+            # The numbers of inputs or results of the body do not match the loop. The caller then
+            # unrolls the loop, and `unroll_iteration` raises the error.
+            return None
         copies = {name: f"{self.title}/run/{name}" for name in self.own}
         nodes = list(self.nodes)
         ends = results[: counted // 2]

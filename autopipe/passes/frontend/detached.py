@@ -70,8 +70,8 @@ def find_detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -
                 )
             elif Counter(node.input[slot] for slot in slots) - Counter(arguments):
                 # Operands and arguments cannot be paired, because the optimization drops arguments
-                # (for example the empty tensor of a concatenation). No operand is detached if the
-                # name of each is an argument.
+                # (for example the empty tensor of a concatenation). An operand whose name is no
+                # argument may be detached, so the node is reported as unknown.
                 unknown.append(f"{node.op_type} {node.name!r}")
     return DetachedReads(frozenset(found), tuple(unknown))
 

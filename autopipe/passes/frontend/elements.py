@@ -271,7 +271,8 @@ def external_data_path(location: str, model: Path, where: str) -> Path:
     except FileNotFoundError:
         pass  # The caller reports a missing file or initialises the tensor.
     except OSError as error:
-        # For example, the name may be longer than the file system allows.
+        # Access can fail although the file is not missing, for example if its name is longer than
+        # the file system permits.
         raise ModelError(
             f"the external data file {quote(location)} cannot be read: {error.strerror}",
             where=where,
@@ -366,7 +367,9 @@ def read_stored_data(
             if place is None:
                 return array_of(tensor, repr(name)) if has_data(tensor) else None
     except ModelError:
-        return None  # Code that requires the data reports the error.
+        # The data may not be needed, so this function returns None. Code that requires the data
+        # reports the error.
+        return None
     return None if place is None else read_slice(place, dtype, tuple(tensor.dims), model)
 
 

@@ -124,8 +124,9 @@ class FoldNumbers:
             )
             return 1 + max(more, 0) if not more or is_counted else None
         distance = number - before
-        # Between the readers of the two tensors, folded shapes of a Reshape or Split also use up
-        # numbers.
+        # If the distance exceeds 1, folded shapes of a Reshape or Split between the readers of the
+        # two tensors may also use up numbers. The distance is then valid only if there is no such
+        # node.
         if distance == 1 or self._is_next_fold(self._by_number[before], name):
             return distance
         return None

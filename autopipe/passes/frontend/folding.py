@@ -645,7 +645,8 @@ class _FoldFinder:
         if sum(changes.values()) == 1 and changes.keys() == {"flip"} and len(shape) == 1:
             return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
         if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
-            # Each axis of size 1 was added, so the parameter's shape is the shape without them.
+            # The number of axes of size 1 equals the number of `unsqueeze` calls, so each such axis
+            # was added. The parameter's shape is therefore the shape without these axes.
             return Layout(
                 tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),)
             )
@@ -821,8 +822,9 @@ class _FoldFinder:
                         self.result.doubtful.add(name)
             if folded is not None:
                 self.result.folded[name] = folded
-        # Copies are added last: the nodes that compute the tensors are written in this order, and a
-        # copy may read another computed tensor.
+        # Copies are added last, because a copy may read another computed tensor. The nodes that
+        # compute the tensors are written in the order of this dictionary, so each source precedes
+        # its copy.
         self.result.folded.update(copies)
 
     def _select_transposed(
@@ -1361,7 +1363,8 @@ def _lookup_of_rows(parameter: Parameter, array: np.ndarray) -> Folded | None:
     if best is None:
         return None
     _, axis, first, inverse = best
-    order = np.argsort(first)  # The table lists rows by their first occurrence.
+    # The rows of the table are in the order of their first occurrence in the tensor.
+    order = np.argsort(first)
     rank = np.argsort(order)
     others = [at for at in range(len(value.shape)) if at != axis]
     outer = tuple(value.shape[at] for at in others)
@@ -1396,7 +1399,8 @@ def _lookup_of_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
         return None
     value = parameter.value
     place = _file_slice(parameter)
-    order = np.argsort(first)  # The vector lists elements by their first occurrence.
+    # The elements of the vector are in the order of their first occurrence in the tensor.
+    order = np.argsort(first)
     begins = tuple(first[order].tolist())
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))
     stored = FoldedSlice(place.file, place.offset, place.length, begins, 1)

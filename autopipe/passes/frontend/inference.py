@@ -563,8 +563,8 @@ class Inference:
                     results = (
                         *ReferenceEvaluator(graph, opsets=dict(self.opsets)).run(None, feeds),
                     )
-                # The evaluator raises exceptions of any class. A node that fails stays in the
-                # graph.
+                # The evaluator raises exceptions of any class, so all of them are caught. The node
+                # then stays in the graph, and the program computes its result.
                 except Exception:  # noqa: BLE001
                     return None
         arrays = tuple(np.ascontiguousarray(result).reshape(np.shape(result)) for result in results)
@@ -635,7 +635,9 @@ def _anonymous_copy(node: onnx.NodeProto) -> onnx.NodeProto:
     found.output.extend(f"o{index}" if name else "" for index, name in enumerate(node.output))
     stated = list(node.attribute)
     if node.op_type == "STFT" and all(each.name != "onesided" for each in stated):
-        # The operator's default is 1, but ONNX's shape inference assumes 0.
+        # The default of attribute `onesided` is 1 in the operator's definition, but 0 in ONNX's
+        # shape inference. The attribute is therefore written explicitly, so that the inferred shape
+        # is correct.
         stated.append(onnx.helper.make_attribute("onesided", 1))
     found.attribute.extend(sorted(stated, key=lambda each: each.name))
     return found

@@ -299,7 +299,8 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
             if isinstance(each, str) and _size(each, symbols) is None:
                 titles.setdefault(each, f"{each!r} (axis {axis} of input {name!r})")
     unknown = {each: symbols_of(each) - symbols.keys() for each in titles}
-    # An expression is not listed if all of its unknown symbols are, because it follows from them.
+    # An expression of symbols, such as "a + b", is omitted if all of its unbound symbols are listed
+    # themselves, because the expression follows from these symbols.
     listed = [
         title
         for each, title in titles.items()

@@ -531,7 +531,8 @@ def _find_replacement_nodes(
     if sweep.dynamic_shapes.must_replace(node, operands, sweep.types, sweep.arrays, sweep.declared):
         rewriter = _file_rewriter(sweep, node, operands)
         sweep.dynamic_shapes.replace_node(rewriter, sweep.types, sweep.arrays)
-        return ()  # The rewriter visited the new nodes already.
+        # The rewriter visited the new nodes itself, so no node remains for the caller to visit.
+        return ()
     return None
 
 
@@ -909,7 +910,9 @@ def _unique_name(sweep: _ReaderState, base: str) -> str:
     """Return `base` as name of a node, with a number appended if the name is in use."""
     name = base
     while name in sweep.names:
-        sweep.numbers[base] += 1  # A number is not tried again, because names stay in use.
+        # The counter only increases, because a name in use is never released. Each number is
+        # therefore tried at most once.
+        sweep.numbers[base] += 1
         name = f"{base}_{sweep.numbers[base]}"
     sweep.names.add(name)
     return name

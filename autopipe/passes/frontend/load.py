@@ -122,8 +122,9 @@ def _require_bounded_inlining(model: onnx.ModelProto) -> None:
             ]
             extents[key] = CallSize(
                 len(nodes) + sum(each.nodes for each in called),
-                # Inlining adds a prefix to the names of values of a called function, so names
-                # become longer at each level.
+                # At each level of calls, inlining adds a prefix to the names of the called
+                # function's values. The estimate adds the length of the prefix for two names per
+                # node.
                 function.ByteSize()
                 + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
                 1 + max((each.depth for each in called), default=0),

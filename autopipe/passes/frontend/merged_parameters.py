@@ -157,8 +157,9 @@ def _uses_in_metadata(
             if meant is not None and (not meant or meant in own):
                 continue
             if meant is None or NUMBERED.sub("", meant) in LOOKUPS:
-                # Two reads of equal rows read one row twice, unless all of the table's values are
-                # equal.
+                # If the table's values differ, two reads of equal rows read one row of one
+                # parameter twice. If all of its values are equal, the reads may be of different
+                # parameters, which the exporter merged.
                 if plain is None:
                     array = numbers(known[name])
                     plain = array is not None and is_uniform(array)
@@ -253,12 +254,13 @@ def _uses_of_identities(
                 ""
             }
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            # Copied layers start with equal weights, which they read as second operand. A first
-            # operand is an input of the layer.
+            # Copied layers start with equal random weights, which their nodes read as second
+            # operand. Random data that is read only as first operand is an input of the layers, not
+            # a merged weight.
             outer = drawn and all(slot == 0 for _, slot in readers.get(name, ()))
             if not plain and (own <= scopes or outer):
-                # This is not a merged parameter: a module is called again, or several modules read
-                # one tensor.
+                # These readers do not indicate a merged parameter: either one module is called
+                # several times, or several modules read one tensor on purpose.
                 continue
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):

@@ -270,8 +270,8 @@ class Roles:
         if not LOOKUP_SLOTS.isdisjoint(slots) or name not in self.signature.parameters:
             table = self._kind_of_table(value, numbers, named=True)
             if table.startswith("a table"):
-                # This is an embedding table that is not trained; the signature does not record
-                # that.
+                # The data show an embedding table that is not trained, for example a table of
+                # positions. The signature does not record this, so the data decide the role.
                 return Role(False, table)
         if name in self.signature.parameters:
             return SIGNED
@@ -310,8 +310,9 @@ class Roles:
             return Role(False, "an initial state", constant=True)
         table = self._kind_of_table(value, numbers, named=not lifted)
         if table:
-            # A named weight matrix may be initialised like a table, for example as the identity. A
-            # matrix that is not trained is usually not named.
+            # A weight matrix may start with the data of a table, for example the identity. Only a
+            # trained matrix is usually named, so a named matrix counts as trained, but its role is
+            # marked doubtful.
             is_weight = self.from_torch and not lifted and bool(slots) and slots <= MATRICES
             return Role(
                 is_weight,
@@ -342,22 +343,25 @@ class Roles:
         elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
         if elementwise and len(wide) <= 1:
             if self.from_torch and lifted and len(value.shape) == 2 and value.shape[0] == 1:
-                # A vector with a module's name may be an offset of a layer. This tensor is probably
-                # a buffer, for example BART's bias of logits.
+                # A vector with a module's name may be an offset of a layer, which is trained. This
+                # tensor is without such a name and is probably a buffer, for example the bias of
+                # BART's logits.
                 return Role(False, "equal numbers", constant=True, doubtful=True)
             told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
             return Role(True, "by its use", doubtful=not told)
         if self.uses.is_weight(value.name) and len(wide) > 1:
             return Role(True, "by its use")
         if elementwise and self.from_torch and len(value.shape) > 1 and value.shape[-3:-2] != (1,):
-            # This may be a newly initialised table of biases, as in Swin.
+            # Equal values may be the initial values of a new table of biases, as in Swin. The
+            # tensor counts as trained, but the role is marked doubtful.
             return Role(True, "by its use", doubtful=True)
         if (
             self.from_torch
             and slots <= RESIZED
             and self._is_read_with_fold(value.name, ("Resize", 0))
         ):
-            # This may be a part of a newly initialised table of positions, as in BEiT.
+            # Equal values may be the initial values of a part of a table of positions, as in BEiT.
+            # The tensor counts as trained, but the role is marked doubtful.
             return Role(True, "by its use", doubtful=True)
         return Role(
             False,

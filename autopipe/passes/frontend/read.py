@@ -220,8 +220,9 @@ def _read(
         graph = resize_batch(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = values_before_stops(graph)
-    # A refused tensor before a StopGradient does not receive a gradient, but training would still
-    # change the parameters that determine it.
+    # A refused tensor was computed from parameters in a way that the file does not state. Before a
+    # StopGradient it receives no gradient, but training would change these parameters and so
+    # invalidate the tensor.
     stale = {
         name
         for each in graph.parameters

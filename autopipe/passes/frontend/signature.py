@@ -192,8 +192,8 @@ class Signature:
 
         info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
         info.metadata_props.add(key=KIND, value="PARAMETER")
-        # The parameters of `merged` are omitted, because the copy was computed from another
-        # parameter that had equal data.
+        # The exporter computed the copy from another parameter with equal data. The parameters of
+        # `merged` are therefore not its origins and are omitted.
         folded = [
             each for each in (merged, *self.folded.get(merged, ())) if each not in self.parameters
         ]

@@ -85,8 +85,9 @@ def are_sampled_sines(table: np.ndarray) -> bool:
         return False
     size = np.abs(table).max(axis=0)
     steps = np.abs(np.diff(table, axis=0)).max(axis=0)
-    # Columns of a low frequency are nearly constant, but other tensors may also contain constant
-    # columns.
+    # Columns of a low frequency are nearly constant, but constant columns also occur in tensors
+    # that are not sampled sines. At least one column must therefore change clearly between adjacent
+    # positions.
     is_changing = steps > 0.05 * size
     close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
     return bool(close.all()) and bool(is_changing.any())

@@ -176,8 +176,8 @@ class Weights:
             if tensor.name in found:
                 raise ModelError(f"two initializers have the name {tensor.name!r}")
             if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
-                # The tensor is not read by nodes; only the PyTorch module's `state_dict` requires
-                # it.
+                # No node reads this tensor. Only the `state_dict` of the PyTorch module requires
+                # it, so the graph does not contain it.
                 continue
             found[tensor.name] = self._read_tensor(
                 tensor.name, tensor, f"initializer {tensor.name!r}"
@@ -304,8 +304,8 @@ class Weights:
                 return held
             known = held.source.value.name
             role = self.found[name]
-            # The source is named like a module's parameter, so it is that parameter in a known
-            # layout.
+            # If PyTorch's signature contains the name of the source, the source is a parameter of
+            # the module itself, and its layout is known. Its role is then `SIGNED`.
             is_used_in_place = (
                 role.trained and not role.refused and known in self.roles.signature.parameters
             )

@@ -388,8 +388,9 @@ class RankTrace:
                     completes=(forward,),
                 )
             case Opcode.BACKWARD_WEIGHT:
-                # Weight gradients are all-reduced at the end of the step, so this task runs no
-                # collective and needs no barrier.
+                # A task that computes weight gradients does not all-reduce them: the all-reduce
+                # follows at the end of the step. The task therefore runs no collective and needs no
+                # barrier.
                 return Action(
                     weights,
                     after=(((backward, EVERY_MICRO_BATCH, EVERY_MICRO_BATCH),),),

@@ -193,8 +193,8 @@ def _launched_kernels(
                 (),
                 *(received[each, each.uses.message(micro_batch)] for each in uses),
             )
-            # Only tasks with a barrier run collectives, which the task that computes weight
-            # gradients does not.
+            # Only tasks with a barrier run collectives. The task that computes weight gradients
+            # runs none, so its `barrier` is None.
             for ranks in groups[int(action.name[:-1])] if action.barrier is not None else ():
                 collective = launch(title, ("group", *ranks), ranks)
                 yield collective
@@ -211,8 +211,8 @@ def _launched_kernels(
     if program.train:
         yield from gradient_reductions(None)
         if program.world_size > 1:
-            # Before the update, all ranks may reduce the norm of the gradients or the flag that
-            # reports an overflow in fp16.
+            # Before the update, all ranks may all-reduce the norm of the gradients or the fp16
+            # overflow flag. One kernel represents both, so that the check includes this collective.
             yield launch("the all-reduce before the update", ("group", *every), every)
 
 

@@ -316,7 +316,9 @@ def _rank_steps(
     """
     orders = SendingOrders(schedule)
 
-    @cache  # Ranks of one stage usually have equal tasks and peers.
+    # Ranks of one stage usually run equal tasks with equal peers, so the cache avoids computing
+    # equal instructions again.
+    @cache
     def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
         flat = rank_instructions(tasks, peers, orders)
         return RankStep(flat, fold_into_sections(flat, ratios), BufferedMessages(flat))
@@ -455,8 +457,8 @@ def _largest_loop(
     for length in range(1, min(_MAX_BODY, len(flat) // 2) + 1):
         same = codes[length:] == codes[:-length]
         if np.count_nonzero(same) < max(length, covered + 1 - length):
-            # Too few instructions repeat at this length for a loop that covers more than the best
-            # one.
+            # Too few instructions recur after `length` instructions. No loop with a body of this
+            # length can cover more instructions than the best loop so far.
             continue
         first, count, moved = longest_run(same, indices, length)
         if length * count > covered:

@@ -200,8 +200,8 @@ class BufferedMessages:
         micro-batches `own`.
         """
         spans = [each[1:] for each in self._spans.get((receive, in_place), ()) if own.has(each[0])]
-        # An interval that starts at the end of another one does not overlap it: at equal positions,
-        # ends sort before starts.
+        # An interval that starts where another interval ends does not overlap it. Sorting places
+        # ends (-1) before starts (+1) at equal positions, so the two are not counted together.
         changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
         return max(accumulate(change for _, change in changes), default=0)
 

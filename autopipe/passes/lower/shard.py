@@ -257,8 +257,9 @@ def _make_compute(
     signature = global_signature.sharded(operands, results)
     degrees = {split.axis: split.degree for split in splits}
     joint: list[tuple[str, ...]] = [(axis,) for axis in split_joint_axes(space, degrees)]
-    # The operator needs a process group for each joint axis, and for all axes that it reduces
-    # statistics over.
+    # Along a joint axis, the operator's implementation may communicate with the other devices. It
+    # needs a process group for each joint axis, and for the axes over which it reduces each
+    # statistic.
     if joint:
         joint += (each.axes for each in row.statistics(global_signature, space, degrees))
     samples = batch.of(next(filter(None, node.outputs))) if row.random else None

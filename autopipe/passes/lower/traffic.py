@@ -188,8 +188,9 @@ def _exchanges_of_operations(
             degrees = {split.axis: split.degree for split in operation.splits}
             operands = operation.signature.operands
             for statistic in row.statistics(signature, row.space(signature), degrees):
-                # A collective of the backward runs only if a gradient reaches a result of the
-                # operator and flows on to an operand that affects the statistic.
+                # The backward collective of a statistic runs only if a gradient reaches a result of
+                # the operator, and if an operand that determines the statistic needs a gradient.
+                # Otherwise it sends no bytes.
                 through = (operands[index] for index in statistic.through if index < len(operands))
                 returns = any(value is not None and value.name in flowing for value in through)
                 if not statistic.backward or (returns and not flowing.isdisjoint(operation.writes)):

@@ -65,8 +65,9 @@ def best_run_ends(
         widths = (np.subtract(*np.nonzero(length <= slowest)) for length in different.values())
         width = max(-int(each.min()) for each in widths)
     starts = boundaries[:, None] + np.arange(-width, 0)
-    # bands[..][b, j] is the length of the run from boundary `starts[b, j]` to boundary b. It is
-    # infinite if `starts[b, j]` is negative.
+    # A run is a contiguous range of blocks between two boundaries. bands[..][b, j] is the length of
+    # the run from boundary `starts[b, j]` to boundary b, and infinite if `starts[b, j]` is
+    # negative.
     bands = {
         key: np.where(starts < 0, np.inf, each[np.maximum(starts, 0), boundaries[:, None]])
         for key, each in different.items()

@@ -377,7 +377,9 @@ class PartitionSpace:
             )
             after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
             cost = join(best[: self.stages, before, None], stage_cost(before, after)[None, :])
-            # Each operator of the stage must permit the stage's number.
+            # Each operator permits only stages in a range, from `self.first` to `self.last`. A
+            # stage number outside of the range of one of the stage's operators is therefore
+            # excluded.
             early = np.flatnonzero(~members[before] & (self.first > 0))
             late = np.flatnonzero(~members[before] & (self.last < self.stages - 1))
             first = np.where(members[np.ix_(after, early)], self.first[early], 0).max(

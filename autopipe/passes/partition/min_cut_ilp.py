@@ -221,8 +221,9 @@ def _merge_targets(flow: Flow, cheap: float) -> Indices:
         values = reads[operator], gives[operator]
         other = _earlier_merge_target(flow, before, operator, *values)
         other = _later_merge_target(flow, before, *values) if other is None else other
-        # Simultaneous merges could create a cycle. Hence an operator is not merged itself in this
-        # round if another operator was merged into it.
+        # Several merges in one round could together create a cycle. An operator is therefore merged
+        # only into an operator that is not merged itself, and only if no operator was merged into
+        # it in this round.
         if other is not None and into[other] == other and not joined[operator]:
             into[operator] = other
             joined[other] = True
@@ -409,7 +410,8 @@ class PartitionProblem:
         if start is None:
             start = self._balanced_partition(limit)
         ceiling = flow.crossing_bytes(start)
-        # Merge cheap operators only if the groups then still have a contiguous partition.
+        # Merge operators of little work first. If a contiguous partition is known, but the groups
+        # permit none within the limit, repeat and merge only operators without work.
         for cheap in (_CHEAP_WORK * limit, 0.0):
             group = group_operators(space, cheap, ceiling)
             coarse = space.coarsened(group)
@@ -419,8 +421,8 @@ class PartitionProblem:
         if line is not None and flow.crossing_bytes(stage) >= ceiling * (1 - _SAME):
             stage = self._most_even_contiguous(limit, line, coarse, group)
         crossing = flow.crossing_bytes(stage)
-        # A contiguous partition may divide groups and send fewer bytes than each partition without
-        # divided groups. The bound of the groups then does not apply to it.
+        # `bound` applies to partitions that do not divide groups. A contiguous partition may divide
+        # groups and send fewer bytes than `bound`; then the bound is invalid and is set to 0.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
         imbalance = (
             float(flow.loads(stage, space.stages).max()) / (float(flow.work.sum()) / space.stages)

@@ -53,7 +53,9 @@ def memory_hints(request: Request, runner: Runner) -> Iterator[str]:
     for options, each in varied.items():
         if time.monotonic() > end or (found and len(options) > 1):
             break
-        own = Runner()  # The observer of `runner` must not be called for the passes of these plans.
+        # A new runner is used, because the observer of `runner` must not report the passes of these
+        # trial plans.
+        own = Runner()
         own.models = runner.models
         own.work = runner.work
         try:

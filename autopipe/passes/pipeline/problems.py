@@ -279,8 +279,9 @@ def batch_divisions(request: Request, division: Division, model: Model) -> Itera
                     seen.add(batching)
                     yield batching
         except ConfigurationError:
-            # If no division was yielded, an open batch size cannot be divided either, so the error
-            # is raised.
+            # For one sample, the open batch size is tried before the fixed one. If the open batch
+            # size was divisible, an error for the fixed one is ignored. If no division was yielded,
+            # the error is raised.
             if not seen:
                 raise
 
@@ -292,7 +293,7 @@ def supported_problems(
     support, the best division first. If none is supported, raise the error for the best division.
     """
     model = read_request_model(request, runner)
-    # First error of the model and first error of the strategy.
+    # The first error of the model and the first error of the strategy, by "model" and "strategy".
     reasons: dict[str, AutopipeError] = {}
     found = False
     declined = None
@@ -301,9 +302,9 @@ def supported_problems(
             by = "strategy"
             try:
                 if declined is not None:
-                    # The strategy may reject the number of micro-batches. This is checked with the
-                    # last rejected problem, before the model is read with another number of
-                    # samples, which takes long.
+                    # The strategy may also reject this number of micro-batches. Checking this on
+                    # the last rejected problem avoids reading the model with another number of
+                    # samples, which is slow.
                     strategy.requires(replace(declined, micro_batches=batching.micro_batches))
                 by = "model"
                 declined = None
@@ -318,8 +319,8 @@ def supported_problems(
             else:
                 yield model, problem
     except ConfigurationError as error:
-        # That the batch has no division is a better reason than an error of the model, unless the
-        # loss is the reason (InfeasibleError).
+        # The batch cannot be divided. This is a more useful reason than another error of the model,
+        # unless the loss forbids the division (InfeasibleError).
         if not isinstance(reasons.get("model"), InfeasibleError):
             reasons["model"] = error
     if not found:

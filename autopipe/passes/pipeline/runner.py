@@ -99,8 +99,8 @@ class Runner:
         except AutopipeError as error:
             error.where = error.where or self._error_location(name)
             if type(error) is AutopipeError:
-                # An error without a subclass comes from a solver. Neither the user nor the model is
-                # its cause.
+                # An AutopipeError that is not an instance of a subclass comes from a solver.
+                # Neither the user nor the model caused it, so it is reported as an internal error.
                 raise InternalError(
                     error.message, error.hint or "rerun with --debug", error.where
                 ) from error

@@ -269,7 +269,9 @@ class GridSearch:
                 (size for size in degree_sizes if self.problem.batch_size <= most * size),
                 degree_sizes[-1],
             )
-            # If these micro-batches exceed the memory, the smallest ones may still fit.
+            # Prefer the micro-batch size with few enough tasks for a fast trial. If these
+            # micro-batches exceed the memory, the smallest micro-batches may still fit, so they are
+            # tried next.
             first = self._cached_trial(degrees, large_enough) or self._cached_trial(
                 degrees, degree_sizes[0]
             )
@@ -389,8 +391,8 @@ class GridSearch:
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
         placement = place_grid(problem, degrees, self.stages_per_rank, self.style, self.opposite)
-        # The memory of all devices peaks once all stages are busy, so a few micro-batches are
-        # enough.
+        # The memory in use peaks once all stages are busy. Four micro-batches per stage reach this
+        # peak, so the step is simulated for at most this number of micro-batches.
         count = min(problem.micro_batches, 4 * len(placement.stages))
         problem = replace(problem, micro_batches=count, batch_size=count * problem.micro_batch_size)
         peaks = quick_step(problem, placement, stage_costs(problem, placement)).peak_memory

@@ -434,8 +434,8 @@ class PipeDream:
             problem, make_chain(problem.graph, forward + backward, _MAXIMUM_BLOCKS, groups)
         )
         rules = _chain_constraints(resolved, tables.chain, tables.samples)
-        # Constraints name devices and stages of the full cluster, so fewer devices are tried only
-        # if there are no constraints.
+        # Constraints name devices and stages of the full cluster, so they are valid for all devices
+        # only. Smaller numbers of devices are tried only without constraints.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
             costs = ChainCosts(

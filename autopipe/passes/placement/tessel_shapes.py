@@ -559,7 +559,9 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
         node for node in range(len(graph.nodes)) if model.is_weight(node)
     }
     component: dict[int, list[int]] = {}
-    work: dict[int, float] = {}  # By the id of a component's list: seconds of its nodes.
+    # Seconds of the nodes of each component. The key is the `id` of the list of the component's
+    # nodes.
+    work: dict[int, float] = {}
     for node in sorted(set(range(len(graph.nodes))) - apart):
         producers = [graph.producer(name) for name in graph.nodes[node].inputs if name]
         met = {

@@ -179,7 +179,8 @@ TaskCounts = Counter[tuple[int, Phase]]
 
 def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
     """Return the number of tasks of each device by (stage, phase)."""
-    # Devices of one stage usually use one list object. Its tasks are counted for the first device.
+    # Devices of one stage usually share one list object. The tasks of a shared list are counted
+    # once, and the count is reused for all of its devices.
     orders = {id(order): order for order in schedule.tasks}
     counts = {
         key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()

@@ -264,7 +264,8 @@ def chain_step(
     """
     stages = prediction.stages
     last_ends = _end_of_each_stage(stages, prediction.messages, micro_batches, train)
-    # Floating-point results depend on the order of additions. This is the order of `simulate`.
+    # The result of a floating-point sum depends on the order of its additions. The order here is
+    # that of `simulate`, so that both functions return equal times.
     step_end = max(
         float(last_end + stage.gradient_s) + stage.update_s
         for last_end, stage in zip(last_ends, stages, strict=True)
@@ -324,14 +325,16 @@ def _end_of_each_stage(
     stage = np.arange(size)
     warm_up = np.minimum(size - stage, count) if train else np.full(size, count)
     for slot in range(2 * (size + count) - 1 if train else size + count - 1):
-        # Micro-batch of the slot's forward, if the slot is in the stage's warm-up.
+        # Micro-batch whose forward runs in this slot if the stage is still in its warm-up.
         early = slot - stage
-        # Micro-batch of the slot's forward, if the slot is after the warm-up.
+        # Micro-batch whose forward runs in this slot if the stage has finished its warm-up.
         late = (slot - stage) // 2
         is_early = (early >= 0) & (early < warm_up)
         is_late = ((slot - stage) % 2 == 0) & (late >= warm_up) & (late < count)
         run(0, is_early | is_late, np.where(is_early, early, late))
         if train:
-            twice = slot - 2 * size + 1 + stage  # Twice the micro-batch of the slot's backward.
+            # Twice the micro-batch whose backward runs in this slot. An odd or negative number
+            # means that no backward runs.
+            twice = slot - 2 * size + 1 + stage
             run(1, (twice % 2 == 0) & (twice >= 0) & (twice < 2 * count), twice // 2)
     return done

@@ -58,8 +58,8 @@ def merge_orders(
         orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
         order_of_device = {device: order for order, group in orders for device in group}
         return tuple(order_of_device.get(device, ()) for device in range(graph.devices))
-    # Devices with equal stages are idle at equal times, so one pipeline rank represents all of
-    # these devices.
+    # Devices with equal stages are idle at equal times. They form one pipeline rank, which
+    # represents all of them.
     pipeline_ranks = group_equal_devices(graph.stage_devices, ((),) * graph.devices)
     groups = groups_by_stage(graph.stage_devices, pipeline_ranks)
     free = [True] * len(pipeline_ranks)

@@ -316,13 +316,14 @@ class _Simulation:
         names: Sequence[int],
     ) -> None:
         self.schedule = schedule
-        self.names = names  # Index that results and errors use for each device.
+        # The number by which results and errors refer to each device.
+        self.names = names
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
         kinds = [(stage, phase) for stage in range(len(stages)) for phase in _PHASES]
-        # Number of kinds that represent a phase of a stage. Later kinds represent work after the
-        # last task.
+        # Number of task kinds that are a phase of a stage. Kinds from this number on are the work
+        # after the last task: gradient all-reduces and updates.
         self.phases = len(kinds)
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
@@ -339,7 +340,8 @@ class _Simulation:
             for task in order
             if task // self.count % len(_PHASES) == half
         }
-        # Gradient all-reduce or update, and stage or None, by kind minus `phases`.
+        # For each kind of work after the last task, in the order of the kinds from `phases` on:
+        # (gradient all-reduce or update, stage). The stage of an update is None.
         self.end_kinds: list[tuple[StepEndKind, int | None]] = []
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
@@ -351,8 +353,9 @@ class _Simulation:
         for device, seconds in enumerate(updates):
             self._append_end_task(StepEndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
-        # Number of idle devices of a task, by task. A task is listed if it is the next one on an
-        # idle device.
+        # For each task that is the next one on at least one idle device: the number of idle devices
+        # on which it is next. The task cannot start before this number is the size of its device
+        # group.
         self.ready: dict[int, int] = {}
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}

@@ -259,7 +259,8 @@ class StageContext:
                     for algorithm in gradient_reduction_cost(self.problem, group).ways
                 )
             rates.append(self._rates[mesh_axes])
-        # One launch updates all parameters, so its time is attributed to none of them.
+        # One launch updates all parameters, so the time of the launch is attributed to no single
+        # parameter. Only the time per byte counts.
         update = max(
             update_time(device, self.problem.optimizer.states).per_byte_s for device in kinds
         )

@@ -171,8 +171,9 @@ def seed_axis(network: ReplicatedGraph, node: int, degree: int, tables: Set[str]
         if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
         if use.row.kind in _MATMULS and axis.kind in (AxisKind.PARALLEL, AxisKind.JOINT):
-            # Columns of a weight are an axis that indexes only operands that depend on parameters
-            # and constants. An axis that also indexes activations would need sharded activations.
+            # An axis that indexes only operands computed from parameters and constants counts the
+            # columns of a weight. An axis that also indexes activations is skipped, because it
+            # would require sharded activations.
             pairs = zip(inputs, use.space.operands, strict=True)
             indexed = [
                 name
@@ -242,8 +243,8 @@ def grow_region(
             dimension = _dimension_of(dimensions, node_axis)
             if dimension < 0:
                 # The split axis does not index the result, so the result is not sharded and the
-                # region ends here. The result of a matmul is a partial sum if the axis indexes its
-                # first operand, even if the axis is of another kind.
+                # region ends here. For a matmul, an axis that indexes its first operand is summed
+                # over, so the result is a partial sum regardless of the kind of the axis.
                 sums = (
                     use.row.kind in _MATMULS
                     and _dimension_of(use.space.operands[0], node_axis) >= 0

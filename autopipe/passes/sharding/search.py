@@ -415,8 +415,9 @@ class SplitProblem:
             if trials[-1].excess <= 0 and previous - bound < _MINIMUM_STEP * limit:
                 break
             previous = bound
-            # Bytes that the memory of the model does not contain, for example communication
-            # buffers. The first search determines them.
+            # Bytes that the model does not count, for example communication buffers. Each round
+            # adds to this number the bytes by which its result exceeds the memory, and then
+            # searches again.
             unmodelled = 0
             bounded = tables.passing_at_most(bound)
             for _ in range(_ROUNDS):

@@ -510,8 +510,9 @@ def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]
     if bias:
         sizes = [rewriter.shape(each)[2] if each else 0 for each in undivided]
         if not all(sizes):
-            # The bias still has a part for each of queries, keys and values. Keys and values that
-            # are divided into heads have their bias added already, so their parts are not used.
+            # The bias contains a part for each of queries, keys and values, even if keys and values
+            # are already divided into heads. Their bias was then added earlier, so these parts are
+            # not used.
             total = rewriter.type_of(bias).elements
             sizes = [sizes[0], sizes[0], total - 2 * sizes[0]]
         biases = rewriter.split(bias, 0, *sizes)
@@ -553,8 +554,8 @@ def _combine_masks(
     hidden = rewriter.number(rewriter.node.number("mask_filter_value", MASK_FILTER), dtype)
     mask = rewriter.select(visible, rewriter.number(0.0, dtype), hidden)
     if causal and tokens > 1:
-        # Later keys get -inf, padding the finite filter value. So a query that has only padding
-        # before it attends to this padding and not to later keys.
+        # Keys after the query are masked by -inf, padding by the finite filter value. A query that
+        # follows only padding therefore attends to this padding and not to later keys.
         queries = rewriter.range(total - tokens, total, -1, 1)
         keys = rewriter.range(0, total, -1)
         precedes = rewriter.binary("LessOrEqual", keys, queries, DType.BOOL)
@@ -581,7 +582,9 @@ def _visible_key_mask(rewriter: Rewriter, padding: str, query: str, total: int) 
     if len(shape) == 1:
         return _key_range_mask(rewriter, padding, batch, total)
     if shape[-1] == 1 and total > 1:
-        return ""  # As in ONNX Runtime, a mask of size 1 for several keys means no mask.
+        # ONNX Runtime ignores a mask whose last dimension is 1 if there are several keys, so no
+        # mask is applied.
+        return ""
     visible = rewriter.cast(padding, DType.BOOL)
     if len(shape) == 4:
         return rewriter.slice(visible, {2: (total - tokens, total), 3: (0, total)})

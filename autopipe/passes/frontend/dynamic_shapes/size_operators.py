@@ -197,7 +197,9 @@ def write_numbers(context: NodeContext, name: str, counted: CountedNumbers) -> s
     """
     numbers = counted.numbers
     if numbers.dtype.kind == "f":
-        return name  # The graph computes counts of a floating-point type already.
+        # A graph that counts in floating-point numbers already computes the value `name`, so no
+        # nodes are written.
+        return name
     if numbers.dtype.kind != "i":
         raise context.unsupported_error()
     write = context.write

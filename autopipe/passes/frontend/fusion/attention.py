@@ -384,7 +384,9 @@ class _AttentionWriter:
         """
         view = self.view
         name = column
-        axis = 1  # Axis of `name` that counts heads, which is traced back through its producers.
+        # The axis of `name` that counts heads. The loop traces this axis back through the producers
+        # of the column.
+        axis = 1
         heads = self.lead[1]
         if view.shape(column)[:-2] != self.lead:
             return ""
@@ -406,7 +408,9 @@ class _AttentionWriter:
             else:
                 axis -= len(shape) - len(source)
                 if node.op == "Gather" and (axis < 1 or node.integer("axis") or source[0] != 1):
-                    break  # A Gather is a broadcast only if it repeats a single row.
+                    # A Gather along axis 0 repeats values for all samples only if its operand
+                    # consists of one row. Any other Gather ends the trace.
+                    break
             name = node.inputs[0]
         return ""
 
@@ -426,8 +430,9 @@ class _AttentionWriter:
         count = count_sizes_of_samples(lead, self.lead)
         if count is None:
             return None
-        # A Reshape can merge the dimensions of samples, or of heads, only if the mask has all of
-        # them or none. So those over which it is broadcast are expanded if it has others.
+        # A Reshape can merge the dimensions of samples, or of heads, only if the mask is broadcast
+        # over all of them or over none. A mask that is broadcast over only some of them is
+        # therefore expanded first.
         groups = [(own[:count], lead[:count]), (own[count:], lead[count:])]
         expanded = [held if set(held) <= {1} else full for held, full in groups]
         target = (*expanded[0], *expanded[1])

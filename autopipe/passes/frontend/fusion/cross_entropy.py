@@ -100,8 +100,9 @@ def _fuse_loss(view: View, node: Node) -> tuple[Node, ...]:
         if move.op != "Cast":
             moves.append(move)
     product = _match_product(view, name) if name else None
-    # A Slice of the logits is copied to x with its bounds along the last axis. They include all
-    # classes, so they include all features of x only if x has no more features than classes.
+    # A Slice of the logits is copied to x with its bounds along the last axis, which include all
+    # classes. They include all features of x only if the number of features is at most the number
+    # of classes.
     if product is None or view.shape(product.x)[-1] > view.shape(logits)[1]:
         return ()
     nodes = _copy_row_moves(view, product.x, moves[::-1])

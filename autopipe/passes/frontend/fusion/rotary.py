@@ -150,8 +150,8 @@ def _match_rotated_pair(view: View, first: str, second: str) -> tuple[str, Angle
             set(each.inputs) if each is not None else set[str]() for each in products
         )
         for third, last in (others, others[::-1]):
-            # The products are left = a · cos, right = b · sin, third = b · cos, last = a · sin. So
-            # two products share each of a, b, cos and sin, by which these are found.
+            # The products are left = a · cos, right = b · sin, third = b · cos, last = a · sin.
+            # Each of a, b, cos and sin is therefore the operand that two of the products share.
             shared = [left & last, right & third, left & third, right & last]
             if all(len(each) == 1 for each in shared):
                 a, b, cosines, sines = (next(iter(each)) for each in shared)

@@ -140,7 +140,9 @@ def _is_supported(view: View, mask: Mask, dtype: DType) -> bool:
     if mask.low is None:
         return type_.dtype is dtype and len(type_.shape) > 1
     if kind_of_mask(view, mask) != "other":
-        return mask.low <= HIDDEN  # Each query has a visible key, so hidden keys get weight 0.
+        # In a mask of a known kind, each query sees at least one key. A value of at most `HIDDEN`
+        # therefore suffices for weight 0 at hidden keys.
+        return mask.low <= HIDDEN
     return mask.low <= ABSORBING.get(dtype, -1e9) and len(type_.shape) > 1
 
 

@@ -230,8 +230,8 @@ class PartitionSolver:
             np.max(each.seconds, where=each.seconds < np.inf, initial=0.0) for each in table.options
         )
         high = min(high, float(max(slowest)))
-        # First search upwards in growing steps. The size of the first step, low / levels, is about
-        # the time by which each stage becomes longer if there is one stage less.
+        # First search upwards in growing steps. One stage less makes each remaining stage longer by
+        # about low / levels seconds, so this is the size of the first step.
         step = low / levels
         while 0 < step < high - low:
             if self.can_meet_target(table, low + step, levels):
@@ -266,8 +266,8 @@ class PartitionSolver:
         if minimum_devices(needs[1], table.runs) > self.devices:
             return False
         if needs[1] is needs[-1] and levels == self.maximum_depth(table):
-            # All levels need the same devices, and `levels` is the maximum depth, so the faster
-            # test is exact.
+            # The required devices do not depend on the level, and `levels` is the maximum depth.
+            # Ignoring the depth therefore changes nothing, and the faster test is exact.
             return True
         probe = TargetProbe(needs.__getitem__, table.block_boundaries, table.runs, levels)
         return probe.solve(self.line.regions)[0] <= self.devices
@@ -276,8 +276,8 @@ class PartitionSolver:
         """Return the partition of minimum depth, and so with the fewest micro-batches in flight,
         whose stages take at most `target` seconds. A partition of depth `levels` must exist.
         """
-        # The minimum depth is usually close to `levels`, so search downwards in growing steps
-        # before bisecting.
+        # The minimum depth is usually close to `levels`. The search therefore first goes downwards
+        # from `levels` in growing steps, and then bisects the last step.
         fewer = 1
         while fewer < levels and self.can_meet_target(table, target, levels - fewer):
             levels -= fewer
@@ -521,8 +521,8 @@ class MicroBatchSearch:
         """Return the placement of the best partition of `found`, or None if no partition fits the
         memory.
         """
-        # Different chains may give equal partitions. Keep one partition per micro-batch size and
-        # step.
+        # Different chains of blocks may lead to partitions of equal micro-batch size and step time.
+        # Only the first partition of each such set is examined.
         found = list({(each.size, each.step_s): each for each in reversed(found)}.values())
         found.sort(key=lambda each: each.step_s)
         least = found[0].step_s if found else 0.0

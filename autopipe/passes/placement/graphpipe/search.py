@@ -239,8 +239,9 @@ class TargetProbe:
             ends = self._fill_branches(fork, behind.copy(), level, most, passed)
             copy_minimum(ends, most)
             if not fork.start:
-                # The chain starts with the fork, so there is no stage before it whose level depends
-                # on the levels of the branches.
+                # If the chain starts with the fork, no stage precedes it. The maximum level over
+                # the branches then affects no other stage, so lower values of `highest` need no
+                # trial.
                 continue
             least = ends[0, :, places].min(axis=0)
             for highest in range(max(level, 1), most):
@@ -269,9 +270,9 @@ class TargetProbe:
             places = slice(branch[0].start, branch[-1].stop)
             stop = branch[-1].stop
             if stop < fork.stop:
-                # The stages of the next branch are not successors of this branch. The only
-                # successor is the join, so the minimum over levels becomes the entry at the level
-                # of the join.
+                # Stages of the next branch do not succeed the stages of this branch, so their
+                # levels do not matter. The only successor is the join, so the best entry over all
+                # levels becomes the entry at the join's level.
                 best = front[:, front[0, :, stop].argmin(), stop].copy()
                 front[0, :, stop] = UNREACHABLE
                 front[:, level, stop] = best

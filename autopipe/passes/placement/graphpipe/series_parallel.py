@@ -356,7 +356,8 @@ def alternative_trees(tree: Tree, needs: Sequence[int], weights: Sequence[float]
         if (key := _branch_equality_key(each, weights)) not in seen:
             seen.add(key)
             yield each
-    # The order of the leaves of `tree` is the order of its own chain, which was searched before.
+    # The units in the order of the leaves of `tree` form a chain that the search has already tried,
+    # so this order is not yielded again.
     known = {units_in_order(tree)}
     every = itertools.islice(_topological_orders(needs, 0, ()), _MAX_ORDERS) if few else ()
     for order in (tuple(range(len(needs))), tuple(_order_by_finish_time(needs, weights)), *every):

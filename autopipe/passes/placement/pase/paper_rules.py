@@ -287,8 +287,8 @@ def group_dimensions(extents: Sequence[int], shape: Sequence[int]) -> Groups | N
     return tuple(groups)
 
 
-# The next rules are for operators that the paper does not mention: pointwise operators, views, and
-# all operators without a rule of their own.
+# The rules in this section are for operators that the paper does not mention: pointwise operators,
+# views, and all operators for which this module defines no other rule.
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 """Operators that leave all elements at their positions, and cost nothing in the paper."""
@@ -416,7 +416,7 @@ def add_reshape(builder: LayerGraphBuilder, index: int) -> None:
     )
 
 
-# The next rules are for matmuls.
+# The rules in this section are for matmuls.
 
 
 def matmul_cost_of(
@@ -521,8 +521,8 @@ def add_embedding(builder: LayerGraphBuilder, index: int) -> None:
     )
 
 
-# The next rules are for attention. As in the paper, it consists of one matmul for queries, keys and
-# values, two more matmuls, and a softmax between them.
+# The rules in this section are for attention. As in the paper, attention consists of one matmul for
+# queries, keys and values, two more matmuls, and a softmax between these two.
 
 HEADS, KEYS, SCORES = map(_axis_per_dimension, ("bhlk", "bhmk", "bhlm"))
 
@@ -668,8 +668,9 @@ def _add_projections(
         matmul_cost_of(read, _axis_per_dimension("shek"), stacked),
         aliases=(("e", "k"),),
     )
-    # The values between a projection and the attention are located in the result of the stacked
-    # matmul, [3, b, h, l, k], with merged or separate heads.
+    # Values between a projection and the attention are slices of the result of the stacked matmul.
+    # Its shape [3, b, h, l, k] is (projection, batch, head, position, element); merged heads
+    # combine h and k.
     for index in nodes:
         node = builder.graph.nodes[index]
         groups: Groups = (
@@ -686,8 +687,8 @@ def _add_projections(
     )
 
 
-# The next rules are for convolutional networks. The spatial axes of a convolution are not split, as
-# in the prototype.
+# The rules in this section are for convolutional networks. As in the prototype of PaSE's authors,
+# the spatial axes of a convolution are not split.
 
 SPATIAL = "hwd"
 KERNEL = "rst"
@@ -745,7 +746,7 @@ def add_pooling_or_batch_norm(builder: LayerGraphBuilder, index: int) -> None:
     builder.add_node_layer(index, axes, [written], cost)
 
 
-# The next rules are for layers that operate along one axis, and for stacked LSTMs.
+# The rules in this section are for layers that operate along one axis, and for stacked LSTMs.
 
 AXIS_AND_COST: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
     "LayerNormalization": (-1, NormCost),
@@ -837,7 +838,8 @@ def add_lstm(builder: LayerGraphBuilder, index: int) -> None:
             [_axis_per_dimension("sbk")],
             unsplit="s",
         )
-    # The final states are located in the last step of the result.
+    # The other results of the LSTM are its final states. They are located in the last step of the
+    # first result, so their location omits the axis of steps.
     location = builder.locations[node.outputs[0]]
     last = replace(location, groups=location.groups[1:])
     builder.locations.update((name, last) for name in node.outputs[1:] if name)

@@ -407,9 +407,9 @@ class Mcmc(_OneStageBaseline):
             """Return the best assignment of splits that the walk visits, within `limit` bytes
             unless it is None.
             """
-            # The variables of values that several nodes read come after the variables of the nodes.
-            # They are not changed at random, but follow the choices of their neighbours (see
-            # `SplitTables`).
+            # Variables for values that several nodes read follow the variables of the nodes. The
+            # walk does not change these followers at random: their choices are determined by the
+            # choices of their neighbours.
             followers = len(tables.model.costs) - len(tables.nodes)
             return random_walk(
                 tables.model,

@@ -488,8 +488,9 @@ class DownsetCosts:
         `most_s`.
         """
         if len(self.problem.cluster.kinds) > 1:
-            # Which device type has the slowest optimizer update depends on the stages that are
-            # computed together. So stages that were computed for a larger limit cannot be reused.
+            # The device type with the slowest optimizer update depends on the set of stages that is
+            # computed together. Stages computed for a larger limit are therefore invalid here and
+            # are computed again.
             return self._make_options(self.chains.downsets.pairs, most_s)
         if most_s > self._known_s:
             self._known_s = most_s * _AHEAD
@@ -638,7 +639,8 @@ class DownsetCosts:
             workspace[pairs.difference(count) > 0] = size
         memory = MemoryParts(
             state=figures.state.sum_between(downsets, pairs),
-            # The 16-bit copies of parameters are part of `state`.
+            # The bytes of 16-bit copies of parameters are already counted in `state`, so this part
+            # is 0.
             low_precision=np.zeros(len(pairs.inner)),
             workspace=workspace,
             received=received,
@@ -646,6 +648,7 @@ class DownsetCosts:
             saved=figures.kept.sum_between(downsets, pairs),
         )
         constant, each = memory.needed(problem, recompute)
-        # Sums of bytes are integers except for rounding errors, so a small tolerance is added.
+        # Sums of bytes are exact integers only up to rounding errors. A tolerance of 0.001 bytes
+        # prevents a rounding error from rejecting a stage that fits.
         fitting = fitting_micro_batches(self.limit - constant + 1e-3, each, ANY_PLACE)
         return np.where(fitting >= problem.micro_batches, ANY_PLACE, fitting).astype(np.int16)

@@ -332,8 +332,8 @@ def _chain_with_fewest_stages(
     farthest = np.zeros(len(costs.chains.downsets.inner), np.int16)
     chosen: list[ParallelismOption] = []
     for option in options:
-        # Keep only stages within the limit that fit farther from the end of the pipeline than the
-        # same blocks on fewer devices.
+        # A stage is useful only if it is within the limit and fits farther from the end of the
+        # pipeline than the same blocks on fewer devices. Other stages are dropped.
         kept = option.select((option.farthest > farthest[option.pairs]) & (option.seconds <= limit))
         farthest[kept.pairs] = kept.farthest
         chosen.append(kept)
@@ -359,8 +359,8 @@ def _minimum_stages(costs: DownsetCosts, options: list[ParallelismOption]) -> ND
             pairs = option.pairs[part]
             if not len(pairs):
                 continue
-            # Extend the known chains at their beginning by the stages whose inner downset has this
-            # number of blocks.
+            # `level` is the number of blocks in the inner downset of a stage. The chains known so
+            # far are extended at their beginning by each stage of this level.
             after = _possible_remaining_devices(costs.problem, option.sharing.devices)
             behind = found[np.ix_(downsets.outer[pairs], after)]
             stages = np.where(behind < option.farthest[part, None], behind + 1, ANY_PLACE)

@@ -63,8 +63,8 @@ def cheapest_choice(
     """
     assignment = _solve_program(model, seconds, known, limit, solver)
     if limit is not None and assignment.memory > limit:
-        # The choice exceeds the limit by the rounding errors of the solver, so solve again with a
-        # slightly smaller limit.
+        # The choice exceeds the limit only by rounding errors of the solver. The program is
+        # therefore solved again with a limit that is smaller by about these errors.
         stricter = _solve_program(model, seconds, known, limit * (1 - ROUNDING), solver)
         assignment = replace(stricter, bound=min(assignment.bound, stricter.bound), proven=False)
     return assignment

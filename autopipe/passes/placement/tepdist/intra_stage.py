@@ -137,8 +137,9 @@ class IntraStageSearch:
             or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s
         ):
             return fitting
-        # For a single stage, smaller micro-batches can also save memory. A plan with recomputation
-        # would end the search before they are tried.
+        # A single stage can also save memory by smaller micro-batches. It is not recomputed here,
+        # because a plan with recomputation would end the search before smaller micro-batches are
+        # tried.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
             fitting += self._recompute_to_fit(plain[0])
         try:

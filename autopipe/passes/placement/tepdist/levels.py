@@ -229,8 +229,8 @@ class Level(ABC):
             return Assignment((), 0.0, 0.0, proven=True, memory=0)
         if limit is None:
             return with_recomputed_cost(self.cheapest(model), model)
-        # The choice of minimum memory is found faster than the choice of minimum cost, and shows
-        # whether the limit can be met.
+        # The choice of minimum memory is found faster than the choice of minimum cost. It shows
+        # whether any choice can satisfy the memory limit.
         smallest = self.cheapest(memory_as_cost(model))
         fitting = with_recomputed_cost(replace(smallest, proven=False), model)
         infeasible = replace(fitting, bound=fitting.cost, proven=smallest.proven, fits=False)
@@ -334,7 +334,8 @@ def solve_by_segments(
         domains = all_configurations(model)
         for variable, number in zip(segmented.high_degree, strategies, strict=True):
             domains[variable] = np.array([number])
-        # The costs of the edges of fixed variables are now part of their neighbours' costs.
+        # Each edge of a fixed variable now depends on the other end alone. `absorb_fixed_nodes`
+        # therefore adds the costs of the edge to the costs of the other end and removes the edge.
         fixed = absorb_fixed_nodes(restrict(model, domains))
         pairs = segments.segment_tables(fixed, segmented)
         fixed_cost = float(sum(fixed.costs[variable][0] for variable in segmented.high_degree))

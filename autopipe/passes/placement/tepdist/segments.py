@@ -376,8 +376,8 @@ class _Partitioner:
         """
         around = self.around
         place = {variable: number for number, variable in enumerate(path)}
-        # For each edge between nodes of the path, and each connected part beside the path: the path
-        # indices that it touches.
+        # For each edge between nodes of the path, and for each connected part beside the path: the
+        # indices on the path of the nodes that the edge or part touches.
         ways = [
             {place[one], place[other]} for one in place for other in around[one] if other in place
         ]
@@ -454,8 +454,9 @@ class SegmentTable:
             self.costs = self.bounds.copy()
             self.solved = np.asarray(np.isinf(self.bounds))
         else:
-            # If an end has only one strategy, the costs of the edge were merged into the costs of
-            # the other end, so there is no edge.
+            # If one end of the segment has only one strategy, the costs of the edge between the
+            # ends were merged into the costs of the other end. No edge remains then, and the table
+            # is zero.
             self.costs = (
                 model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
             )
@@ -505,8 +506,8 @@ def _inner_bounds(model: MinSum, inner: int) -> Array:
     shape = tuple(len(model.costs[end]) for end in ends)
     found = np.full(shape, np.inf)
     if len(ends) == 2:
-        # The dual collects the costs of pairs of strategies of both ends on an edge between them,
-        # so such an edge must exist.
+        # The dual bound of a pair of strategies, one per end, is stored at an edge between the two
+        # ends. An edge with zero costs is added so that such an edge exists.
         model = MinSum(model.costs, (*model.edges, Edge(ends[0], ends[1], np.zeros(shape))))
     try:
         part = Subproblem(model, all_configurations(model))
@@ -674,8 +675,8 @@ class SegmentCache:
         inner_costs = [model.costs[variable] for variable in segment.inner]
         end_sizes = [len(model.costs[end]) for end in ends]
         index_of = {variable: number for number, variable in enumerate((*segment.inner, *ends))}
-        # These are the edges of the inner variables, or, if there are none, the edge between the
-        # two ends.
+        # The edges of the segment: all edges of its inner variables. For a segment without inner
+        # variables, it is the edge between its two ends.
         edges = {
             (index_of[edge.source], index_of[edge.target]): edge.costs
             for variable in list(index_of)[: len(inner_costs) or 1]

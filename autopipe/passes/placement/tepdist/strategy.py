@@ -214,7 +214,8 @@ class StepBounds:
         if len(groups_by_type) == 1:
             return micro_batches * float(seconds[0].sum()) / mesh.stages
         totals = [float(each.sum()) for each in seconds]
-        # A device type computes all nodes in no time, because the graph only moves data.
+        # If a device type needs no time for any node, because the graph only moves data, its speed
+        # would be infinite. The bound is then 0.
         if 0.0 in totals:
             return 0.0
         speeds = [1 / total for total in totals]
@@ -257,7 +258,8 @@ class StepBounds:
         problem = self.problem
         kinds = self._groups_by_type(mesh)
         totals = [float(self._node_seconds(groups[0], micro_batches).sum()) for groups in kinds]
-        even = 0.0  # This remains 0 if the nodes take no time, because the graph only moves data.
+        # This time stays 0 if the nodes need no time, as in a graph that only moves data.
+        even = 0.0
         if 0.0 not in totals:
             even = 1 / sum(len(groups) / total for groups, total in zip(kinds, totals, strict=True))
         share = self._state.gradient_bytes / mesh.stages
@@ -366,8 +368,8 @@ class OuterSearch:
         for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
             hill_climb(counts, seconds.index(min(seconds)), partial(self._try_mesh, mesh))
         if self.best is None:
-            # Prefer an InfeasibleError; otherwise raise the error of the mesh with the shortest
-            # estimate.
+            # No mesh led to a placement. An InfeasibleError is the most useful reason; without one,
+            # raise the error of the mesh with the shortest estimate.
             refusals = [each.refused for each in self.trials if each.refused is not None]
             if self.problem.known_s < math.inf:
                 refusals.append(
@@ -522,7 +524,9 @@ def _result_text(trials: list[MeshTrial], best: MeshTrial) -> str:
     refused = next((each.refused for each in trials if each.refused), None)
     beaten = [each for each in trials if each.least_s]
     if beaten or refused is None:
-        beaten = beaten or trials  # If the nodes of the graph take no time, all lower bounds are 0.
+        # If the nodes of the graph need no time, all lower bounds are 0, so no trial is in
+        # `beaten`. All trials then count.
+        beaten = beaten or trials
         why = ", skipped because time was up" if any(each.late for each in beaten) else ""
         return f"at least {_time_text(min(each.least_s for each in beaten))}{why}"
     return str(refused).partition("\n")[0]
@@ -575,8 +579,8 @@ class TePDist:
                 where="strategy",
             )
         if self.stages is not None:
-            # If constraints require groups of devices, the groups need not be equal, so other
-            # numbers of stages are possible.
+            # Constraints may require groups of devices that are not equal. Numbers of stages other
+            # than `counts`, which assumes equal groups, are possible then.
             has_device_constraints = any(constraint.devices for constraint in problem.constraints)
             counts = sorted({mesh.stages for mesh in enumerate_meshes(problem.cluster)})
             if self.stages < 1 or (self.stages not in counts and not has_device_constraints):

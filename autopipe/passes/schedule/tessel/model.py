@@ -376,7 +376,7 @@ def _frees_only_its_allocations(graph: BlockGraph, device: int) -> bool:
     on. A micro-batch then never reduces the memory in use below its value before the micro-batch.
     """
     remaining = {index: graph.blocks[index].memory for index in graph.members[device]}
-    # Bit set of each block and its ancestors.
+    # For each block: the bit set of the block and of all blocks that it depends on.
     ancestors: list[int] = [0] * len(graph.blocks)
     for index in graph.order:
         ancestors[index] = 1 << index

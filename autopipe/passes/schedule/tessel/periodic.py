@@ -250,8 +250,9 @@ def build_model(graph: BlockGraph, low: int, high: int) -> CyclicModel:
             if low == high:
                 model.add(cyclic_model.start(index, low) >= cyclic_model.start(other, low) + wait)
                 continue
-            # The start contains the product period * modulo stage, which is not linear. Therefore
-            # the possible differences of modulo stages are enumerated.
+            # The start of a block contains the product of the period and its modulo stage. This
+            # product of two variables is not linear, so the possible differences of modulo stages
+            # are enumerated.
             enough = _sufficient_gap(wait, low)
             between = cyclic_model.modulo_stages[index] - cyclic_model.modulo_stages[other]
             chosen = [model.new_bool_var("") for _ in range(enough + 1)]
@@ -371,12 +372,13 @@ class _GreedyPlacement:
         self.graph = graph
         self.budget = budget
         device_sets = [set(block.devices) for block in graph.blocks]
-        # Other blocks on the devices of each block.
+        # For each block: the other blocks that share a device with it.
         self.neighbours = [
             [other for other, theirs in enumerate(device_sets) if other != index and theirs & own]
             for index, own in enumerate(device_sets)
         ]
-        # Pairs (block that waits, minimum time between the starts), by the block that it waits for.
+        # For each block: pairs (block that waits for it, minimum time between the starts of the
+        # two).
         self.followers: list[list[tuple[int, int]]] = [[] for _ in device_sets]
         for index, waits in enumerate(graph.waits):
             for other, wait in waits:

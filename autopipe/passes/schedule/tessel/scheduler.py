@@ -381,7 +381,8 @@ def _make_proof(
         bound = found.lower_bound if all_orders else load
         optimal = found.optimal and found.period == bound
         return Proof(name, bound * blocks.tick_s, optimal, blocks.rounding)
-    # The length of a path is overstated by up to one tick per block and per delay on it.
+    # Times are rounded to ticks, which lengthens a path by up to one tick per block and per delay
+    # on it. The bound is reduced by all of these ticks, so that it remains a lower bound.
     error = 2 * found.units * len(blocks.graph.blocks)
     bound = max(0, found.lower_bound - error) if all_orders else 0
     optimal = found.optimal and all_orders

@@ -74,8 +74,9 @@ def shortest_steady_state(
         best = _improve_with_rounded_times(graph, best, bound, budget)
     if best.period > bound:
         best, proven = _improve_with_exact_times(graph, best, bound, budget)
-        # The bound was proven for `balanced_changes`. Unless `frees_all_memory`, real schedules may
-        # need less memory than these changes state and may beat the bound.
+        # The improved bound was proven for `balanced_changes`, in which the memory changes of a
+        # micro-batch add up to 0. Unless `frees_all_memory`, real schedules may need less memory
+        # and beat it, so it is not used.
         if model.frees_all_memory(graph):
             bound = proven
     return best, bound
@@ -407,7 +408,8 @@ def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tup
     needs.
     """
     last = model.with_reserved_memory(graph, micro_batches - 1)
-    # Blocks that allocate no memory come first. Ties go to the block that became available last.
+    # Among the blocks whose ancestors ran, blocks that allocate no memory come first, then the
+    # block that became available last.
     order = model.topological_order(
         graph, lambda index, started: (graph.blocks[index].memory > 0, -started)
     )
@@ -548,9 +550,9 @@ def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> B
     cyclic, bound = best_steady_state(graph, micro_batches, budget)
     starts = complete_schedule(graph, cyclic, micro_batches, budget)
     if not model.fits_in_memory(graph, starts):
-        # If a micro-batch frees memory before it allocates memory, the steady state may respect the
-        # limits only because the next micro-batch frees memory in time. No micro-batch follows the
-        # last.
+        # A micro-batch that frees memory before it allocates memory can help the previous
+        # micro-batch to respect the limits. No micro-batch follows the last, so the steady state
+        # may exceed the limits there, and a serial one replaces it.
         cyclic = periodic.serial_steady_state(
             graph, one_by_one_order(graph, micro_batches, budget.limit(1.0))
         )
@@ -639,7 +641,8 @@ def _shorten(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) ->
     if unrolled is not None:
         max_unrolled = unrolled // max(map(len, graph.members))
         max_warm_up = min(max_warm_up, max_unrolled)
-    # List schedules let devices idle that wait for the other devices of a block.
+    # A list schedule lets a device idle while it waits for the other devices of a block. It is
+    # therefore tried only if each block runs on a single device.
     single_device = all(len(block.devices) == 1 for block in graph.blocks)
     if schedule.makespan > bound and budget.left >= 0 and max_warm_up and single_device:
         may_unroll = solve_all or micro_batches <= max_unrolled
@@ -759,7 +762,8 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
     # not_started[device][micro_batch]: number of the micro-batch's blocks on the device that have
     # not started.
     not_started = [[len(own)] * micro_batches for own in members]
-    # Number of micro-batches begun and not ended on each device.
+    # For each device: the number of micro-batches in flight, which began on the device and have not
+    # ended on it.
     begun = [0] * graph.devices
 
     def fits_limits(micro_batch: int, index: int) -> bool:
@@ -802,7 +806,8 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
         devices = set[int]()
         while moments and moments[0][0] == now:
             devices.add(heapq.heappop(moments)[1])
-        reserved = set[int]()  # Idle devices that wait for the other devices of a block.
+        # Idle devices that are reserved for a block while its other devices are still busy.
+        reserved = set[int]()
         choices = {index for device in devices if free[device] <= now for index in members[device]}
         for index in sorted(
             choices,

@@ -247,7 +247,8 @@ def _predecessors(stages: StageGraph, stage: int, phase: Phase, number: int) -> 
     the block graph count.
     """
     dependencies = stages.dependencies_of(stage, phase, number)
-    # Number of dependencies that are tasks of the stage itself.
+    # Number of dependencies, at the start of the list, that are tasks of the stage itself: 1 for a
+    # backward, because it waits for its forward, and 0 for a forward.
     own = int(phase is not Phase.FORWARD)
     previous = [(stage, phase, number - 1)] if number else []
     return [*dependencies[:own], *previous, *dependencies[own:]]

@@ -249,7 +249,8 @@ def eliminate_in_order(
     """
     needed = 8 * elimination_size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
-        # The number of bytes can be too large for `bytes_text` if there are hundreds of operators.
+        # With hundreds of operators, the number of bytes can be too large for `bytes_text`. The
+        # error then states a power of 2.
         needed_text = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
         raise TableTooLargeError(
             f"elimination requires {needed_text} of tables, above the maximum of "

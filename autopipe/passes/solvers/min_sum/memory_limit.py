@@ -456,8 +456,9 @@ def solve_within_limit(
     )
     proven = bound >= goal.cost
     if not proven and budget.left:
-        # The bound of the best multiplier is not a proof. The relaxed cost of a better choice
-        # within the limit is below the cutoff, so search only these choices.
+        # The bound of the best multiplier does not prove that the choice is optimal. A better
+        # choice within the limit would cost less than `goal.cutoff` in the relaxed model, so only
+        # these choices are searched.
         start = ReducedStart(add_memory_cost(restrict(model, kept), goal.rate), budget)
         for _ in range(SWEEP_ROUNDS):
             remaining = _sweep_and_prune(start, goal, goal.rate, kept, budget)

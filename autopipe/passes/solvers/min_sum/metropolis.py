@@ -144,7 +144,9 @@ class _Walker:
                 )
             for edge in self.around[node]:
                 if edge.target in changed and edge.target < node:
-                    continue  # The edge counts for its changed node with the lower index.
+                    # An edge between two changed nodes is counted once, at the node with the lower
+                    # index.
+                    continue
                 current = self.choice[edge.target]
                 old_pair = (before, current)
                 new_pair = (configuration, changed.get(edge.target, current))
