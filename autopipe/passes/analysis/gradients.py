@@ -333,8 +333,9 @@ def workspace_of(
     )
     gradient = 0
     if weight.name in differentiable_values(graph):
-        # Autocast computes the gradient in 16 bits and then converts it to the parameter's type.
-        # Both copies exist simultaneously during the conversion, so the bytes of both count.
+        # If ranks store a 16-bit copy of the weight, its gradient is computed in 16 bits and then
+        # converted to the parameter's type. Both gradients exist simultaneously, so the bytes of
+        # both count.
         width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
         gradient = weight.elements * width // degrees.get("c", 1)
     return Workspace(
