@@ -115,7 +115,8 @@ def write_programs(
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None
         for rank in program.ranks
     )
-    # Without a limit, a rank may use all memory of its device.
+    # Without a memory limit in the problem, the program contains no limits, and a rank may use all
+    # memory of its device.
     limits = () if problem.memory_limit is None else plan.memory_limits
     files = [
         ProgramFiles(
@@ -188,7 +189,8 @@ def _one_device_program(planned: PlanResult, name: str, loss: str | None) -> Pro
     a value of the graph, forward passes without Dropout if it is None.
     """
     problem = planned.problem
-    # The forward pass is compared with ONNX Runtime, whose Dropout draws other random numbers.
+    # The forward pass is compared with ONNX Runtime, whose Dropout draws other random numbers. So
+    # Dropout is removed.
     graph = problem.graph if loss is not None else remove_dropout(problem.graph)
     program = one_device_program(
         graph, problem.micro_batches, problem.micro_batch_size, loss, problem.loss_division

@@ -149,7 +149,8 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
         plan = each.plan
         key = plan.model, plan.graph_digest
         if key not in graphs:
-            # Placements cannot be compared if the ONNX file of a plan is missing or has changed.
+            # The graph is None if the ONNX file of the plan is missing or has changed. Placements
+            # are then not compared.
             graphs[key] = None
             with suppress(AutopipeError, OSError):
                 if len(plans) > 1:

@@ -49,8 +49,9 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
     costs: list[ExchangeCost] = []
     for each in found:
         if each.kind == "post":
-            # The pipeline measures the time of the first message and of each further message. The
-            # exchange of single messages measures how the time grows per byte.
+            # Small pipelines measure the times of the first message of a task ("post") and of each
+            # further message ("follow"). The exchange of single messages measures how the time
+            # grows per byte.
             first, following = (_line_through(each.fit, seconds, MESSAGE_BYTES) for seconds in ends)
             costs += (replace(each, fit=first), ExchangeCost("follow", each.ranks, following, ()))
         else:
@@ -66,7 +67,8 @@ def in_pipeline(
     further message stays as it was measured in a small pipeline. Raise LaunchError if the pipeline
     fails.
     """
-    # Only the constant part counts, because the line of the first message includes the bytes.
+    # Only the constant part of the time of further messages is subtracted, because the bytes are
+    # part of the line of the first message.
     follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")
     period = statistics.median(
         measure_period(pipeline.folder, device) for _ in range(_PIPELINE_RUNS)

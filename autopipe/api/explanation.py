@@ -422,7 +422,7 @@ def _choice_flags(planned: PlanResult, choice: Choice) -> Iterator[str]:
     strategy = cast(Any, planned.request.strategy)
     options = dict(choice.options)
     yield from ("--strategy", choice.strategy)
-    # An option that the plan sets and the choice does not set gets its default again.
+    # The flags reset each option that the plan sets and the choice does not set to its default.
     for field in dataclasses.fields(strategy) if strategy.name == choice.strategy else ():
         if field.name not in options and getattr(strategy, field.name) != field.default:
             yield from ("--set", f"strategy.{field.name}={json.dumps(field.default)}")

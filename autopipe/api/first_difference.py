@@ -66,8 +66,8 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
         blocks = {rank: _read_values(ranks, stage.stage, rank) for rank in stage.devices}
         for each in _written_values(stage, own, manifest.style):
             if each.value in expected:
-                # One device recorded the largest micro-batch of the program. The first micro-batch
-                # of this stage consists of the first samples of that micro-batch.
+                # The program on one device recorded its largest micro-batch. The first micro-batch
+                # of this stage consists of its first samples, so the recorded value is cut to them.
                 whole = expected[each.value][tuple(map(slice, own.type_of(each.value).shape))]
                 found += [
                     (each.node, stage.stage, rank, each.value, relative)

@@ -76,7 +76,8 @@ def generate(
     With `debug`, log lines of torch elastic are shown. Raises ConfigurationError if the program is
     no decoder, or if the prompts do not fit it, and LaunchError if a rank fails.
     """
-    # This hides log lines of torch's C++ code. torch reads the variable when it is imported.
+    # This variable hides log lines of torch's C++ code. It must be set before the import of torch,
+    # which reads it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest
@@ -235,7 +236,8 @@ def write_prefill(
     from autopipe.passes.prefill import with_step_length
 
     second = folder.with_name(PREFILL_FOLDER)
-    # Splits along the tokens require a multiple of the number of devices of each stage.
+    # Splits along the tokens require that the step length is a multiple of the number of devices of
+    # each stage. So `chunk` is rounded up.
     even = math.lcm(*(len(stage.devices) for stage in planned.plan.placement.stages))
     length = -(-chunk // even) * even
     if most is not None and length > most:

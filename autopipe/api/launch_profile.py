@@ -88,7 +88,8 @@ class ProfiledSteps:
         if not measured.tasks:
             return None
         picture = _predicted(manifest, events)
-        # Several nodes may share the folder, but a node has only the times of its ranks.
+        # Several nodes may share the folder, but each node has only the times of its ranks. So the
+        # file name contains the node's first and last rank.
         own = (
             "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
         )

@@ -114,8 +114,8 @@ def open_launch(
     shown. Raises SettingError for settings that contradict each other, and ConfigurationError if
     there is no program, or if its mode or its ONNX file is not the expected one.
     """
-    # The C++ code of torch's rendezvous logs warnings that do not help a user. torch reads this
-    # variable when it is imported.
+    # This variable hides warnings of torch's C++ rendezvous code that do not help a user. It must
+    # be set before the import of torch, which reads it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     events = events or SilentEvents()

@@ -81,8 +81,8 @@ def measure_whole(
     own = [known[sample.operation] for sample in samples if sample.operation in known]
     if len(own) < len(samples) or not is_small(model, precision):
         return None
-    # Several forwards and backwards run one after the other. A single forward would find the caches
-    # in the state in which the update left them.
+    # The program runs several forwards and backwards in sequence. A single forward would find the
+    # caches in the state that the update has produced.
     loss = model.loss if model.mode is Mode.TRAIN else None
     try:
         program = one_device_program(model.graph, SHORT_STEP_MICRO_BATCHES, model.batch or 1, loss)
@@ -93,7 +93,8 @@ def measure_whole(
     except AutopipeError:
         return None
     if tasks is not None:
-        # All backwards of a step except the first add their gradients to earlier gradients.
+        # All backwards of a step except the first add their gradients to earlier gradients. This
+        # time is subtracted, because `tasks.accumulate` describes it separately.
         sizes = [each.value.bytes for each in model.graph.parameters if each.trainable]
         backward -= (1 - 1 / SHORT_STEP_MICRO_BATCHES) * tasks.accumulate.seconds(
             len(sizes), sum(sizes)

@@ -68,7 +68,7 @@ def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = (
     strategy = explicit_strategy(graph, placement, layers)
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
     stages = [_stage_yaml(form, placement.pipelines) for form in forms]
-    # The name is the last key of the file. A file without a name is therefore truncated.
+    # The name is written last, so that a file without a name is recognized as truncated.
     document = {"strategy": {"placement": stages, "name": Explicit.name}}
     text: str = yaml.dump(
         document, Dumper=_PlacementDumper, sort_keys=False, width=120, allow_unicode=False
@@ -198,7 +198,8 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
             f"the model of the plan does not exist: {plan.model}", hint, str(folder)
         )
     if not Path(configuration.costs).is_file():
-        # The cost file may be missing, because the plan contains the predictions.
+        # The cost file is not required, because the plan contains the predictions. If it is
+        # missing, the roofline model replaces it.
         configuration = replace(configuration, costs="roofline")
     return reopen_plan(make_request(configuration, file), plan, stored)
 

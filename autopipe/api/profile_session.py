@@ -123,7 +123,8 @@ class Profiling:
             ),
             tasks=tasks,
             exchanges=(),
-            # On a CPU, the measured time of an operator includes the time to launch it.
+            # On a CPU, the measured time of an operator includes the time to launch it, so no
+            # launch time is added.
             host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
         if self.settings.ranks is not None:

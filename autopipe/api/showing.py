@@ -93,7 +93,8 @@ class PlanView:
             return outcome(simulate(schedule, graph.stage_devices, self.plan.prediction))
 
         chosen = self.plan.summary.schedule
-        # Schedule csv reads the orders of a file, so it cannot be compared for another placement.
+        # The schedule `csv` reads its orders from a file, which describes one placement only. So
+        # the comparison omits it.
         names = [name for name in scheduler_names() if name not in (chosen, CsvOrder.name)]
         return _schedule_results(chosen, outcome(self.timeline), names, run, events)
 

@@ -58,15 +58,17 @@ def verify_statically(
     folder = program.parent
     with events.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
         if model is None and manifest.model.is_file():
-            # `codegen --model` may have replaced the ONNX file of the plan.
+            # The ONNX file that the manifest names is used, because `codegen --model` may have
+            # replaced the file that the plan names.
             model = manifest.model
-        # This also checks that the schedule keeps the dependencies of its tasks.
+        # `open_plan` also checks that the schedule respects the dependencies of its tasks.
         planned = open_plan(folder, model)
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
             raise other_plan_error(program, folder)
         made = Path(scratch) / "program"
-        # The program contains the path of the model, so equal files require an equal path.
+        # The generated files contain the path of the model. They are generated with the path in the
+        # manifest, because otherwise they would differ from the unedited program.
         planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
         lowered = write_programs(planned, made, home=program, style=manifest.style)
         bar.advance(note="messages")

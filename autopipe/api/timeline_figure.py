@@ -337,7 +337,8 @@ def _steady_state_of_blocks(schedule: BlockSchedule) -> SteadyState | None:
     units = np.arange(count)[:, None] + offsets
     begins = np.array(schedule.starts)[units, np.arange(len(offsets))] - np.array(repetend.starts)
     regular = (begins == begins[:, :1]).all(axis=1)
-    # Consecutive repetitions of one group start a period apart, so that their delays are equal.
+    # Consecutive repetitions that start exactly one period apart have equal delays. So a run of
+    # equal delays is a steady state.
     delays = begins[:, 0] - period * np.arange(count)
     runs = groupby(range(count), key=lambda row: (regular[row], delays[row]))
     longest = max((list(rows) for (whole, _), rows in runs if whole), key=len, default=[])

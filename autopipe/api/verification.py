@@ -216,9 +216,9 @@ class Verification:
         launch_program(self.manifest, arguments, LaunchConfig(), server=self.server)
         advance()
         if self.manifest.train:
-            # One device computes its own gradients in the first step, but updates parameters with
-            # the gradients of the ranks: AdamW turns the rounding error of a gradient near zero
-            # into an update of full size.
+            # The reference on one device computes its own gradients in the first step, but updates
+            # parameters with the gradients of the ranks. Otherwise AdamW would turn the rounding
+            # error of a gradient near zero into an update of full size.
             replay = self.scratch / "replay"
             recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
             own = self._run_arguments("one", steps) + rank_arguments(replay=replay)
@@ -236,7 +236,8 @@ class Verification:
             pairs = tensor_differences(self.manifest, *folders, "parameters", recorded - 1)
             yield self._check(f"parameters after {recorded} updates", "one device", pairs, dict)
             if has_buffers(self.manifest):
-                # One device computes buffers in the first step only.
+                # The reference on one device computes buffers in the first step only, so they are
+                # compared after step 0.
                 pairs = tensor_differences(
                     self.manifest, *folders, "parameters", 0, trainable=False
                 )
@@ -324,7 +325,8 @@ class Verification:
             launch_program(self.manifest, words, LaunchConfig(), server=self.server)
             return first_difference(self.manifest, ranks, one)
         except AutopipeError:
-            # The search for the first value is optional: the differences are reported without it.
+            # The search for the first differing value is optional. If it fails, verification
+            # reports the differences without this value.
             return ""
 
     def _run_arguments(self, name: str, steps: int = 1) -> list[str]:
@@ -591,8 +593,8 @@ class Verification:
                 _samples_per_pass(forward, model, whole=self._is_compared_by_batch(forward))
             )
         except ModelError:
-            # The inputs of a file may accept any batch size although a node of the file requires
-            # one.
+            # A node of the file may require the micro-batch size, although the inputs of the file
+            # accept any batch size. So the passes are repeated with one micro-batch each.
             evaluations = evaluated(_samples_per_pass(forward, model))
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         shapes = {entry.value.name: entry.value.shape for entry in forward.outputs}
@@ -603,7 +605,8 @@ class Verification:
             if axis is None:
                 found[name] = self._value_of_step(name, np.stack(parts))
             else:
-                # The last batch may end with filler samples, which are not compared.
+                # The last batch may end with filler samples. `count` excludes them, because only
+                # real samples are compared.
                 joined = np.concatenate(parts, axis=axis)
                 count = round(joined.shape[axis] * (source.sample_count(0) / forward.batch_size))
                 found[name] = np.take(joined, range(count), axis=axis)

@@ -43,7 +43,8 @@ def _has_function_definition(node: onnx.NodeProto) -> bool:
 
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
         return True
-    # Any, because the type stubs of onnx lack the two attributes that are read below.
+    # The variable has the type Any, because the type stubs of onnx lack `has_function` and
+    # `has_context_dependent_function`.
     schema: Any = defs.get_schema(node.op_type)
     return bool(schema.has_function or schema.has_context_dependent_function)
 

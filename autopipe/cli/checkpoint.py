@@ -45,7 +45,8 @@ _DIGEST_CHARACTERS = 12
 """Number of characters of a digest that are shown to distinguish plans."""
 
 
-# The oldest supported click has a ParamType that is not generic at run time.
+# In the oldest supported click, `ParamType` is not generic at run time, so `ParamType[int]` is
+# evaluated by type checkers only.
 if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
 else:

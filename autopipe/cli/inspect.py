@@ -43,7 +43,9 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     found = inspect_model(model, configuration, output)
     table = facts_table()
     for name, text in _inspection_rows(found, output.verbosity is Verbosity.DETAILED):
-        table.add_row(name, Text(text))  # Names from the model are not interpreted as rich markup.
+        # The class `Text` prints names from the model literally. Rich would interpret brackets in a
+        # string as markup.
+        table.add_row(name, Text(text))
     output.result(inspection_data(found), table)
 
 

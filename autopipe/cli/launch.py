@@ -150,7 +150,7 @@ def rehearsal_table(report: Mapping[str, Any]) -> Table:
                 f"{size:,} {plural(size, 'byte')}",
             )
     for kind, size in report["communication_bytes"].items():
-        # The rows above list the bytes of messages by rank.
+        # The rows above list the bytes of messages by rank, so the kind "send" is omitted here.
         if size and kind != "send":
             table.add_row(kind.replace("_", "-"), f"{size:,} {plural(size, 'byte')}")
     table.add_row(

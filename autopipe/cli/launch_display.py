@@ -58,9 +58,8 @@ class StepDisplay:
         shown = console.is_terminal and output.verbosity > Verbosity.QUIET
         self._live = Live(console=console, auto_refresh=False) if shown else None
         self._since: list[Record] = []
-        self._first: tuple[int, float] | None = (
-            None  # Number of the first reported step, and the time of its report.
-        )
+        # Number of the first reported step, and the time of its report.
+        self._first: tuple[int, float] | None = None
 
     def __enter__(self) -> StepDisplay:
         if self._live is not None:

@@ -138,10 +138,12 @@ def main(
     """
     gc.set_threshold(ALLOCATIONS_PER_COLLECTION)
     own = sys.__stdout__
-    # Code that replaced stdout or stderr is responsible for closing its stream.
+    # If other code has replaced stdout, the stream is not changed here, because that code is
+    # responsible for closing it.
     if own is not None and sys.stdout is own:
         if isinstance(own, io.TextIOWrapper):
-            # Encodings such as ASCII, latin-1 and cp1252 lack the line characters of tables.
+            # Encodings such as ASCII, latin-1 and cp1252 lack the line characters of tables. With
+            # `replace`, these characters become question marks instead of errors.
             own.reconfigure(errors="replace")
         sys.stdout = stream_with_complete_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -157,8 +159,8 @@ def main(
             code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe (`autopipe show … | head`). Keep the interpreter from
-        # flushing into the closed pipe again.
+        # The reader has closed the pipe (`autopipe show … | head`). stdout is redirected to the
+        # null device, so that the interpreter does not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
     except (KeyboardInterrupt, click.Abort):
@@ -228,8 +230,8 @@ def _as_autopipe_error(error: Exception) -> AutopipeError:
                 f"this command requires {error.name}", hint="pip install 'autopipe[run]'"
             )
         case OSError() if error.filename is not None and error.strerror:
-            # The path comes from the user. For example, its name is too long, or its folder cannot
-            # be read. The message is that of the operating system.
+            # The path comes from the user, for example a name that is too long or a folder that
+            # cannot be read. So the message of the operating system suffices.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
         case OSError() if error.errno in _DISK_FULL_ERRNOS:
             hint = (
@@ -280,9 +282,9 @@ def _print_error(error: AutopipeError, as_json: bool) -> None:
                 text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
             )
             told = f"{kind}: {printable(line)}"
-            if (
-                sys.stderr.isatty()
-            ):  # Other programs read stderr if it is no terminal, so the error is not wrapped.
+            if sys.stderr.isatty():
+                # The error is wrapped only on a terminal, because programs that read stderr expect
+                # it on one line.
                 columns = max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
                 told = textwrap.fill(told, columns, break_long_words=False, break_on_hyphens=False)
             click.echo(told, err=True)

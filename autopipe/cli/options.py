@@ -59,7 +59,9 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
         as_json, quiet, verbose = (
             bool(kwargs.pop(name)) for name in ("as_json", "quiet", "verbose")
         )
-        kwargs.pop("debug")  # autopipe.cli.main reads --debug and prints the traceback.
+        # The flag --debug is not passed on, because `autopipe.cli.main` reads it and prints the
+        # traceback.
+        kwargs.pop("debug")
         if quiet and verbose:
             raise click.UsageError("-q and -v contradict each other")
         verbosity = (
@@ -151,7 +153,9 @@ def _completion_function(
         context: click.Context, parameter: click.Parameter, start: str
     ) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in names() if name.startswith(start)]
-        return found or [CompletionItem(start, type="file")]  # --cluster also accepts a file.
+        # If no name matches, the shell completes a file name, because --cluster also accepts a
+        # file.
+        return found or [CompletionItem(start, type="file")]
 
     return complete
 
@@ -177,8 +181,8 @@ def configuration_options(command: Command) -> Command:
         for flag, (key, metavar) in top_level_flags().items()
     }
     texts |= {flag: (metavar, text) for flag, (_, metavar, text) in OPTION_FLAGS.items()}
-    # Names of the arguments in which click passes the values. The prefix avoids the names of a
-    # command's own options.
+    # click passes the values of the flags in arguments with these names. The prefix distinguishes
+    # them from the command's other options.
     names = {flag: "configuration_" + flag.strip("-").replace("-", "_") for flag in texts}
 
     @functools.wraps(command)
@@ -189,7 +193,8 @@ def configuration_options(command: Command) -> Command:
         }
         over = None
         if kwargs.get("base") is not None:
-            from autopipe.api.plan_folder import check_editable  # This import takes long.
+            # The import is in the function, because it is slow and only --from requires it.
+            from autopipe.api.plan_folder import check_editable
 
             if file is not None:
                 hint = "omit --config"

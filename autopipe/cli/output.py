@@ -204,7 +204,7 @@ def _as_json_value(value: object) -> object:
                 part.name: _as_json_value(getattr(value, part.name))
                 for part in dataclasses.fields(value)
             }
-        case _ if hasattr(value, "tolist"):  # NumPy scalars and arrays have this method.
+        case _ if hasattr(value, "tolist"):  # NumPy scalars and arrays have the method `tolist`.
             return _as_json_value(value.tolist())
     raise TypeError(f"{type(value).__name__} has no JSON form")
 

@@ -79,7 +79,8 @@ def candidates_screen(
     """
     best = best_per_strategy(alternatives)
     if most is not None:
-        # Strategies that found equal plans share one row.
+        # Strategies with equal step time and equal peak memory count as equal plans and share one
+        # row.
         plans = {
             (each.step_time_s, each.peak_memory_bytes): each
             for each in reversed(best)
@@ -101,8 +102,8 @@ def candidates_screen(
         memory = each.peak_memory_bytes
         schedule = each.choice.schedule or "any"
         at_least, least_s = ("≥ ", bound_s) if each.step_time_s is None else ("", each.step_time_s)
-        # The search skipped a candidate without a schedule, because a lower bound of its step time
-        # exceeded the best step time.
+        # A candidate without step time and schedule was skipped, because a lower bound of its step
+        # time exceeded the best step time. The table shows this bound.
         if least_s is None or (each.step_time_s is None and each.choice.schedule is not None):
             reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
             continue
@@ -210,7 +211,8 @@ def plan_delta(
     same = plan_digest(before) == plan_digest(now)
     was = before.summary
     is_now = now.summary
-    # Samples of the old plan per sample of this one, in equal time; above 1 if this plan is worse.
+    # Ratio of the throughputs, in samples per second, of the old plan and this plan. It is above 1
+    # if this plan is worse.
     ratio = was.samples_per_s / is_now.samples_per_s if is_now.samples_per_s else 1.0
     form = {"plan": folder, "same": same, "worse": ratio > 1, "before": encode(was)}
     if same:

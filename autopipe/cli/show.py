@@ -303,7 +303,8 @@ def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
             found = [*found[:half], ("  ...", more, "", "", "", ""), *found[-half:]]
         if found:
             rows += [(_section_title(section, stretches[0]),), *found]
-    # A row with a single cell is printed as a separate line.
+    # A row with a single cell is a title. It is printed as a separate line, so the column widths
+    # ignore it.
     widths = [
         max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)
     ]
@@ -348,7 +349,8 @@ def _task_rows(
             )
             memory = " … ".join(map(bytes_text, times))
             after = [graph.nodes[other].name for other in node.after]
-            if node.kind == "receive":  # A receive also waits for tasks of the rank that sends.
+            if node.kind == "receive":
+                # A receive waits for the tasks of other ranks that send its messages.
                 after = list(dict.fromkeys(each.task for each in node.messages))
             yield (
                 f"  {node.name}",

@@ -256,7 +256,8 @@ class ClusterChoice:
             return self
         here = local_cluster()
         inside = cluster_preset(here.preset).levels[0].size
-        # All local GPUs are in one node, even if a node of the preset has fewer GPUs.
+        # The local GPUs are in one node. If they exceed the node size of the preset, their number
+        # replaces this size.
         own = here.count if inside is not None and here.count > inside else None
         return replace(self, preset=here.preset, devices_per_node=self.devices_per_node or own)
 
@@ -581,7 +582,8 @@ def _merge_entries(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry
         over = with_present_keys(over, schema, path)
     scalar = getattr(schema, "scalar", None)
     if scalar is not None and isinstance(base.value, str) and isinstance(over.value, dict):
-        # A mapping with a default key may be written as a scalar, the value of that key.
+        # A mapping with a default key may be written as a scalar, which is the value of that key.
+        # So the scalar becomes a mapping here.
         base = Entry({scalar: base}, base.place)
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over

@@ -79,7 +79,8 @@ def read_placement(path: str | Path) -> BlockGraph:
     try:
         graph.verify()
     except ConfigurationError as error:
-        # Only a cycle of blocks causes this error. The checks above report all other errors.
+        # `verify` raises this error only for a cycle of blocks, because the checks above report all
+        # other errors.
         waiting = min(set(range(len(graph.blocks))) - set(graph.order))
         place = description.blocks[waiting].place
         raise ConfigurationError(

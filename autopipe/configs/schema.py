@@ -118,7 +118,8 @@ class YamlRecord(Record):
 
     @property
     def text(self) -> str | None:
-        # On a command line, text is not quoted as in YAML. A number or bool may therefore be text.
+        # Users do not quote text on a command line as in YAML. So a value that is parsed as a
+        # number or bool may be text.
         if (
             self.entry.place.is_flag
             and isinstance(self.value, str | int | float | bool)
@@ -145,7 +146,8 @@ class YamlRecord(Record):
     def rejection_by_all_members(
         self, union: Any, refusals: list[ConfigurationError]
     ) -> ConfigurationError:
-        # On a command line, a number is also valid text. The error about the number is more
+        # A number on a command line is also valid text, so a number type and a text type of the
+        # union may both reject it. The error of the number type, which is the first, is more
         # specific.
         return refusals[-1 if isinstance(self.value, str) else 0]
 

@@ -116,7 +116,8 @@ def read_setting(text: str, flag: str) -> Entry:
     """Return a command-line value that is YAML. Paths are relative to the working directory."""
     place = Place(flag, None, os.getcwd())
     if text.startswith("*"):
-        # YAML reads a glob such as `*.bias` as an alias, so it is quoted.
+        # YAML would read a text that starts with an asterisk, for example the glob `*.bias`, as an
+        # alias. So this text is returned without parsing.
         return Entry(text, place, text)
     return _read_document(text, place) or Entry(None, place)
 
@@ -250,7 +251,9 @@ def _scalar_value(node: yaml.ScalarNode, place: Place) -> str | int | float | bo
             message = f"YAML reads {text} in base 60"
             hint = decimal
         case "float":
-            with suppress(ValueError):  # YAML writes `.nan` and `.inf`, which `float` cannot parse.
+            # `float` raises ValueError for YAML's notations `.nan` and `.inf`, which are then
+            # rejected below.
+            with suppress(ValueError):
                 if math.isfinite(value := float(text)):
                     return value
             message = f"{text} is not a finite number"

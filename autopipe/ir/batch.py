@@ -116,8 +116,8 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     spaces = spaces_of(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
-    # All nodes are visited once in order. Nodes whose values change by backward propagation are
-    # visited again.
+    # Each node is visited in order. A node is visited again if backward propagation has changed the
+    # batch axes of its values.
     waiting = list(range(len(graph.nodes) - 1, -1, -1))
     queued = set(waiting)
     while waiting:
@@ -273,7 +273,9 @@ def resize_batch(graph: Graph, size: int) -> Graph:
     for name, places in axes.values.items():
         value = graph.type_of(name)
         shape = list(value.shape)
-        for place in places:  # A dimension may contain the batch twice and then has two entries.
+        for place in places:
+            # A dimension that contains the batch twice has two entries, so the loop resizes it
+            # twice.
             shape[place.dimension] = shape[place.dimension] // axes.batch * size
         shrunk[name] = Value(name, value.dtype, tuple(shape))
 

@@ -417,8 +417,8 @@ def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...]
             if (unit, index, device) in found:
                 task.reject("a task that occurs once in the schedule")
             found[unit, index, device] = task.get("start", NonNegativeInteger)
-    # A file can declare far more units than it has tasks. The loop ends at the first incomplete
-    # unit.
+    # A file can declare many more units than it has tasks. The loop raises an error at the first
+    # incomplete unit, so its time depends on the number of tasks only.
     for unit in range(units):
         for index, block in enumerate(graph.blocks):
             starts = {found.get((unit, index, device)) for device in block.devices}

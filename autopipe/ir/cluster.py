@@ -75,8 +75,8 @@ class Device:
     """
 
     def __hash__(self) -> int:
-        # Devices are keys of many dicts, and hashing all fields is slow. These fields usually
-        # differ between device types.
+        # Devices are keys of many dicts, and a hash of all fields would be slow. The four fields of
+        # this hash usually differ between device types.
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:
@@ -200,8 +200,8 @@ class Cluster:
 
     def device_types_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
         """Return the distinct device types of `devices`, in order of first occurrence."""
-        # Equal devices are usually one object, so comparing identities first avoids most
-        # comparisons of values.
+        # Equal devices are usually one object. Duplicate objects are removed first, because
+        # comparisons of values are slow.
         found = {id(kind): kind for kind in map(self.devices.__getitem__, devices)}
         return tuple(dict.fromkeys(found.values()))
 
@@ -280,8 +280,9 @@ class Cluster:
             raise ConfigurationError("the slowest link of a group of 0 devices is undefined")
         if len(members) == 1:
             return self.link(members[0], members[0])
-        # Comparing neighbours in sorted order suffices: if two members are in different groups of a
-        # level, then so are two neighbours between them.
+        # A comparison of neighbours in sorted order suffices: if two members are in different
+        # groups of a level, then so are two neighbours between them, which use a link of this
+        # level.
         return slowest_of(self.link(first, second) for first, second in pairwise(members))
 
     def take(self, count: int) -> Cluster:
@@ -339,7 +340,8 @@ class Cluster:
         groups = tuple(
             replace(group, levels=scale_levels(group.levels, 0)) for group in self.groups
         )
-        # The level that connects pools is above the nodes, so its links are outside of nodes.
+        # The levels of a mixed cluster connect its pools and are outside of nodes. So their numbers
+        # start at 1; number 0 is the level inside a node.
         return replace(self, groups=groups, levels=scale_levels(self.levels, 1 if groups else 0))
 
     def with_pool_order(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:

@@ -539,7 +539,9 @@ def _read_union(union: Any, record: Record) -> object:
         try:
             return decode(record, member)
         except ConfigurationError as error:
-            refusals.append(error)  # The next member of the union may accept the value.
+            # The error is stored instead of raised, because the next member of the union may accept
+            # the value.
+            refusals.append(error)
     raise refusals[0] if len(refusals) == 1 else record.rejection_by_all_members(union, refusals)
 
 
@@ -613,7 +615,8 @@ def _read_dataclass(schema: type[DataclassType], record: Record, **more: object)
         record.reject(describe_type(schema) if record.path else "a mapping")
     record = record.with_present_keys(schema)
     values = record.rest(schema)
-    # Errors for missing keys, which are raised only if all present keys are valid.
+    # `missing` collects errors for missing keys. They are raised last, only if all present keys are
+    # valid.
     missing: list[ConfigurationError] = []
     for key, read, quick in _key_readers(schema):
         if key.name in more:
@@ -701,7 +704,8 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
     if not fits_type(record, hint):
         record.reject(describe_type(hint))
     value = record.scalar(base, marks)
-    # The number is too large for a float, infinite, or a NaN.
+    # This condition is also true for a NaN, an infinite number, and an integer that is too large
+    # for a float.
     if base is float and not abs(value) <= sys.float_info.max:
         record.reject(describe_type(hint))
     value = float(value) if base is float else value

@@ -42,7 +42,7 @@ def lfs_error(path: Path) -> tuple[str, str] | None:
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS_POINTER))
-    except OSError:  # The caller reads the file next and reports this error.
+    except OSError:  # The caller reads the file next and reports the error.
         return None
     if start != _LFS_POINTER:
         return None

@@ -223,7 +223,8 @@ def _read_storage(record: Record) -> Storage:
     """Return the location of a parameter's data from a JSON object."""
     kind = record.get("kind", Literal["file", "varints", "fill", "draw"])
     if kind == "fill":
-        # The value may be infinite or NaN, which the codec rejects for the type `float`.
+        # The type is Any, because the value may be infinite or NaN, which the codec rejects for the
+        # type `float`.
         value = record.get("value", Any)
         try:
             return Fill(float(value))

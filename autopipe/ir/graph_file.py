@@ -126,7 +126,8 @@ def _constant_json(constant: Constant) -> dict[str, object]:
     form: dict[str, object] = {"value": _value_json(constant.value)}
     dtype = constant.value.dtype
     if constant.array.dtype.newbyteorder("<") != dtype.storage_type:
-        # The array has a type of the package ml_dtypes, such as bfloat16.
+        # The NumPy type of the array is of the package ml_dtypes, for example bfloat16, and differs
+        # from the usual storage type. So its name is stored.
         form["type"] = constant.array.dtype.name
     form["data"] = base64.b64encode(zlib.compress(constant.array.tobytes())).decode()
     return form
@@ -219,7 +220,8 @@ def _read_value(record: JsonRecord) -> Value:
         is_shape = type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
         if type(name) is str and type(dtype) is str and dtype in _DTYPES and is_shape:
             return Value(name, _DTYPES[dtype], tuple(shape))
-    # Slower, but raises an error with the key.
+    # The fast path above has not accepted the row. `decode` is slower, but raises an error that
+    # names the invalid key.
     value: Value = decode(record, Annotated[Value, AsList()])
     return value
 
@@ -257,8 +259,8 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     content = record.at("data")
     text = decode(content, str)
     try:
-        # One byte more than expected, so that data of excessive length are detected without
-        # decompressing all of them.
+        # The limit is one byte more than expected, so that data of excessive length are detected
+        # without decompressing all of them.
         data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
     except (ValueError, zlib.error):
         content.reject("data compressed by zlib, in base64")

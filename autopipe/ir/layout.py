@@ -402,7 +402,8 @@ def operand_layout(
         is_even = shards == WindowedShards(size // degree, 0, size // degree) and size % degree == 0
         windowed_shards[window.dimension] = None if is_even else shards
         if shards.offset < 0 or (degree - 1) * shards.step + shards.offset + shards.length > size:
-            # The value beyond the tensor matters only if a shard extends beyond the tensor.
+            # The layout contains `fill`, the value of elements beyond the tensor, only if a shard
+            # extends beyond the tensor.
             fill = window.fill
     return Layout(
         shape,
@@ -540,8 +541,8 @@ def sharded_over_neighbours(
             found.append(MeshAxis(axis.degree, axis.stride // size))
             continue
         if span > size and span % size == 0 and size % axis.stride == 0:
-            # Only the outer part of this axis distinguishes groups; its inner part is inside a
-            # group.
+            # The mesh axis extends over several groups of `size` devices. Only its outer part,
+            # which distinguishes groups, is added to the result; its inner part is inside a group.
             found.append(MeshAxis(span // size, 1))
         break
     outer = merge_axes(found)

@@ -83,7 +83,7 @@ def open_replacement_file(path: Path) -> Iterator[IO[bytes]]:
             os.chmod(made, 0o644 if mode is None else stat.S_IMODE(mode))
             os.replace(made, path)
         except BaseException:
-            # The file was already renamed when an interruption came.
+            # `made` does not exist if an interruption came after the file was renamed to `path`.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(made)
             raise
@@ -202,7 +202,8 @@ def _move_files(made: Path, folder: Path, head: str) -> None:
     )
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
-            with contextlib.suppress(OSError):  # The folder still contains new files.
+            # `rmdir` raises OSError if the folder still contains new files, and the folder remains.
+            with contextlib.suppress(OSError):
                 path.rmdir()
         elif path.relative_to(folder) not in names:
             path.unlink()
@@ -303,11 +304,11 @@ def _make_locked_folder(prefix: str, parent: Path | None) -> tuple[Path, int]:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
-            # If the file system has no locks, `remove_abandoned_folders` cannot lock the folder and
-            # does not remove it.
+            # The folder remains unlocked if the file system does not support locks.
+            # `remove_abandoned_folders` cannot lock it either and does not remove it.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The marker is created last: other processes remove only folders with the marker, and this
-        # folder is locked by now.
+        # The marker file is created last, when the folder is locked. Other processes remove only
+        # folders that have the marker and are not locked.
         (path / _MARKER_FILE).touch()
         return path, lock
 
@@ -324,7 +325,8 @@ def remove_abandoned_folders(parent: Path, *prefixes: str) -> None:
         path = parent / name
         if path.is_symlink() or not (path / _MARKER_FILE).is_file():
             continue
-        with contextlib.suppress(OSError):  # The folder is in use, or it belongs to another user.
+        # An error means that the folder is in use or belongs to another user, so it is not removed.
+        with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

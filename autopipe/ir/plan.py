@@ -501,7 +501,8 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
     stages = plan.prediction.stages
     proof = None if schedule.period is None else schedule.proof
     ratios = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
-    # Most devices of a lane share one object for their order, so each order is visited once.
+    # Devices with equal orders of tasks usually refer to one list object. Each object is visited
+    # only a single time.
     distinct = {id(order): order for order in schedule.tasks}.values()
 
     def kind_of(task: Task) -> TaskKind:
@@ -516,9 +517,9 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
     for stage, phase, turn in kinds:
         own = stages[stage]
         needs = set(graph.dependencies_of(stage, phase, turn))
-        if (
-            phase in _BACKWARD_PHASES_FOR_OTHER_STAGES
-        ):  # Another stage may have a split or an unsplit backward.
+        if phase in _BACKWARD_PHASES_FOR_OTHER_STAGES:
+            # Another stage may split its backward or not, so the dependency is added for both kinds
+            # of backward.
             needs |= {
                 (other, half, part)
                 for other, _, part in needs
@@ -552,8 +553,8 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "units": schedule.micro_batches,
         "makespan": max((span.end for span in timeline.own_spans), default=0.0),
         "period": schedule.period,
-        # `optimal` and `gap` refer to this bound: that of the period if it has a proof, otherwise
-        # that of the step.
+        # The values `optimal` and `gap` refer to `lower_bound`: the bound of the period if it has a
+        # proof, otherwise the bound of the step.
         "lower_bound": plan.summary.lower_bound_s if proof is None else proof.lower_bound,
         "optimal": plan.summary.optimal,
         "gap": plan.summary.gap,

@@ -470,7 +470,9 @@ class Program:
             for each in stage.sends
         }
         found = [0] * len(self.stages)
-        for _ in self.stages:  # One iteration suffices if all edges lead to larger stage indices.
+        # If each edge leads to a larger stage index, one iteration suffices. Other edges may
+        # require one iteration per stage.
+        for _ in self.stages:
             before = list(found)
             for source, target, rounds in sorted(edges):
                 found[target] = max(found[target], found[source] + rounds)
@@ -530,7 +532,9 @@ class ElementRange:
         inner = math.prod(shape[1:])
         stop = self.stop
         row, offset = divmod(self.start, inner)
-        if offset or row == (stop - 1) // inner:  # The range starts with a part of a row.
+        if offset or row == (stop - 1) // inner:
+            # The first row is incomplete, or it is the only row. Its part of the range is split
+            # recursively.
             end = min(inner, stop - row * inner)
             for box in replace(self, start=offset, stop=end).boxes(shape[1:]):
                 yield TensorSlice((row, *box.starts), (row + 1, *box.stops))

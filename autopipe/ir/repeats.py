@@ -186,11 +186,13 @@ def _candidate_periods(labels: Labels) -> list[int]:
         found.update(periods[most_frequent].tolist())
         if not is_next.any():
             break
-        # A window of length 2L is a pair of windows of length L.
+        # A window of length 2L is a pair of windows of length L, so pairs of names identify windows
+        # of the next length.
         pairs = names[:-length].astype(np.int64) * (int(names.max()) + 1) + names[length:]
         names = np.unique(pairs, return_inverse=True)[1]
         length *= 2
-    # A run of a shorter period than a layer may have is also a run of the multiples of its period.
+    # A run of a period below `_MIN_LAYER_NODES`, the minimum size of a layer, is also a run of each
+    # multiple of the period. So a multiple of sufficient size replaces it.
     short = [period for period in found if period < _MIN_LAYER_NODES]
     found.difference_update(short)
     found.update(period * -(-_MIN_LAYER_NODES // period) for period in short)
@@ -242,8 +244,8 @@ def _equal_instances(
     if count < 2:
         return []
     shifts = range(min((end - start) % period, period - 1) + 1)
-    # The boundaries between instances count, not the boundary before the first one, whose values
-    # come from another kind of layer.
+    # The shift minimizes the values that cross the boundaries between instances. The boundary
+    # before the first instance does not count, because its values come from another kind of layer.
     shift = min(
         shifts,
         key=lambda each: (

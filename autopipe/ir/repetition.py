@@ -30,8 +30,8 @@ def longest_run(
     distances = np.where(
         is_equal, np.maximum(micro_batches[length:] - micro_batches[:-length], 0), 0
     )
-    # n consecutive items that equal the items `length` positions later, with one distance, are n //
-    # length + 1 repetitions.
+    # If n consecutive items equal the items `length` positions later, with one distance of
+    # micro-batches, the sequence of `length` items occurs n // length + 1 times.
     starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
     spans = np.diff(np.concatenate((starts, [len(distances)])))
     counts = np.where((distances[starts] > 0) & (spans >= length), 1 + spans // length, 0)

@@ -30,8 +30,8 @@ class Phase(enum.Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    # Millions of tasks are hashed, and Enum's own hash, written in Python, is slow. Hashing by
-    # identity is valid because each member is one object.
+    # Millions of tasks are hashed, and the hash of Enum, which is written in Python, is slow.
+    # Hashing by identity is valid because each member is one object.
     __hash__ = object.__hash__
 
 
@@ -129,8 +129,8 @@ class Schedule:
 
     def has_orders_of(self, other: Schedule) -> bool:
         """Return True if each device runs the same tasks in the same order as in `other`."""
-        # The devices of a stage usually share one list object, which needs to be compared only
-        # once.
+        # The devices of a stage usually use one list object. Each pair of list objects is compared
+        # only a single time.
         pairs = {
             (id(own), id(its)): (own, its)
             for own, its in zip(self.tasks, other.tasks, strict=False)
@@ -140,7 +140,8 @@ class Schedule:
 
     def grid(self) -> str:
         """Return the schedule as text, one line per device: `0: 0F0 0F1 …`."""
-        # The devices of a stage usually share one list object, whose text is made once.
+        # The devices of a stage usually use one list object. Each list object is converted to text
+        # only a single time.
         orders = {id(order): order for order in self.tasks}
         texts = {number: " ".join(map(str, order)) for number, order in orders.items()}
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
@@ -172,8 +173,8 @@ class Schedule:
                     if any(
                         not waiting[lane] or waiting[lane][0] != task for lane in groups[task.stage]
                     ):
-                        # All devices of a stage run a task at the same time, and on one of them the
-                        # task is not yet the next one.
+                        # This task must run at the same time on all devices of the stage. One of
+                        # them must run another task first, so this queue waits.
                         break
                     for lane in groups[task.stage]:
                         waiting[lane].popleft()
@@ -235,8 +236,8 @@ def group_equal_devices(
     known: dict[int, int] = {}
     found: dict[Hashable, list[int]] = {}
     for device, order in enumerate(orders):
-        # Most devices share a list object, so comparing identities first avoids most comparisons of
-        # lists.
+        # Devices usually use one list object for equal orders. Each object is looked up by identity
+        # first, because comparing lists is slow.
         if id(order) not in known:
             known[id(order)] = equal.setdefault(tuple(order), len(equal))
         found.setdefault((*stages[device], known[id(order)]), []).append(device)
@@ -417,7 +418,8 @@ def _dependency_function(
     for source, target in graph.edges:
         before[target].append(source)
         after[source].append(target)
-    # A schedule may split the backwards of some micro-batches of a stage and not those of others.
+    # The split is stored per stage and micro-batch, because a schedule may split only some
+    # backwards of a stage.
     half = Phase.INPUT_GRADIENT
     whole = Phase.BACKWARD
     split = {

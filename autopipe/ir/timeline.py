@@ -155,7 +155,8 @@ class Timeline:
     @property
     def peak_memory(self) -> tuple[int, ...]:
         """For each device, the maximum number of bytes in use."""
-        # Devices with equal memory share one object of `memory`, whose maximum is computed once.
+        # Devices with equal memory refer to one object of `memory`. The maximum of each object is
+        # computed only a single time.
         curves = {id(curve): curve for curve in self.memory}
         peaks = {key: max((used for _, used in curve), default=0) for key, curve in curves.items()}
         return tuple(peaks[id(curve)] for curve in self.memory)

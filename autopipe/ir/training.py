@@ -104,8 +104,8 @@ class LRScheduler:
         warmup = (
             min(self.warmup_steps, total) if self.decay_ratio is not None else self.warmup_steps
         )
-        # transformers counts steps from 0. torchtitan counts them from 1, so its first warm-up step
-        # has a rate above 0.
+        # transformers counts steps from 0. torchtitan, whose schedules have a `decay_ratio`, counts
+        # steps from 1, so its first warm-up step has a rate above 0.
         counted = step if self.decay_ratio is None else step + 1
         if step < warmup:
             return counted / warmup

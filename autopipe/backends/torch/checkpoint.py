@@ -264,7 +264,9 @@ class FolderLock:
         which then belong to another run.
         """
         if os.pread(self._descriptor, _MAX_RUN_NAME_BYTES, 0) == run.encode():
-            return  # This run has claimed the folder before its ranks were restarted.
+            # The run claimed the folder in an earlier attempt, before the launcher restarted its
+            # ranks.
+            return
         check_has_no_checkpoints(self._folder)
         with convert_write_errors(self._folder):
             os.ftruncate(self._descriptor, 0)
@@ -310,8 +312,8 @@ def check_can_save(folder: Path) -> None:
         raise _cannot_save_error(folder, f"{there} is {_describe_non_folder(there)}")
     try:
         with temporary_folder(".autopipe-check-", there) as made:
-            # The missing folders are created inside the temporary folder as well, because their
-            # names may be longer than the file system allows.
+            # This test creates the missing folders inside the temporary folder, because a name may
+            # be longer than the file system allows. `mkdir` then raises OSError.
             names = [name for name in folder.relative_to(there).parts if name != ".."]
             made.joinpath(*names).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -361,7 +363,9 @@ def check_not_in_use(folder: Path) -> None:
                     raise _in_use_error(folder) from None
                 time.sleep(_LOCK_RETRY_S)
                 continue
-            except OSError:  # The file system does not support locks, so no run can hold one.
+            except OSError:
+                # The file system does not support locks, so no run can lock the folder, and the
+                # folder counts as not in use.
                 pass
             return
     finally:
@@ -450,7 +454,8 @@ def commit_checkpoint(temporary: Path, manifest: str) -> Path:
         path.write_text(manifest, encoding="utf-8")
         flush_to_disk(path)
         flush_to_disk(temporary)
-        # A restarted run repeats this step, for which it has saved a best checkpoint before.
+        # A restarted run may repeat a step for which it saved a best checkpoint before. Then
+        # `final` exists, and is removed or renamed.
         if final.exists():
             if _has_only_checkpoint_files(final):
                 _remove_folder(final)

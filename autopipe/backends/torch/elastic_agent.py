@@ -219,8 +219,8 @@ class Watchdog:
         for rank in self.ranks:
             record = read_heartbeat(heartbeat_file(self.folder, rank))
             if record is not None:
-                # Times before the start of watching count from that start, so that a rank is not
-                # blamed for the time of a suspension.
+                # Times before `_began`, the start of watching, are replaced by it. Otherwise the
+                # launcher would blame a rank for time in which the processes were suspended.
                 record = replace(
                     record, at=max(record.at, self._began), since=max(record.since, self._began)
                 )
@@ -404,7 +404,7 @@ def run_agent(
     )
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
-    # A server that was not opened starts a new interpreter per rank.
+    # A `ForkServer` that is not open starts a new Python interpreter per rank.
     starter = server or ForkServer()
 
     def start(
@@ -425,8 +425,8 @@ def run_agent(
         ):
             result = agent.run()
     except SignalException:
-        # The rendezvous is not closed: the other nodes may continue with a node that replaces this
-        # one.
+        # A signal ends only this node. The rendezvous stays open, because the other nodes may
+        # continue with a node that replaces this node.
         raise
     except RendezvousError:
         # The rendezvous for the first or a further attempt failed. If a rank failed before, its
@@ -477,7 +477,8 @@ def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failu
     name = failure.signal_name() if failure.exitcode < 0 else ""
     message = f"killed by {name}"
     hint = "the machine may be out of memory" if name == "SIGKILL" else ""
-    # The process ended without a report. The last line of its stderr is the best message available.
+    # The process ended without an error report, so the last line of its stderr is the best message
+    # available.
     if not name:
         files = sorted(
             logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"),
@@ -488,8 +489,8 @@ def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failu
             (line for line in reversed(lines) if line.strip()),
             f"ended with exit code {failure.exitcode}",
         )
-    # Elastic stops the remaining ranks with SIGTERM after a failure, so this failure is a
-    # consequence.
+    # After a failure, elastic stops the remaining ranks with SIGTERM. So a rank that SIGTERM has
+    # ended is a consequence of another rank's failure.
     stopped = name == "SIGTERM"
     code = LaunchError.exit_code
     return Failure(

@@ -70,8 +70,9 @@ class _ModuleWithLoss(nn.Module):
         super().__init__()
         self.module = module
         self._loss_name = _LOSS_OUTPUT
-        # A loss function may be a module. Its attribute name must differ from the names of the
-        # user's module, because the prefix of the user's module is removed from tensor names.
+        # The loss may be a module, which becomes an attribute of this module. Its name must differ
+        # from the names of the user's module, because export removes the prefix of the user's
+        # module from tensor names.
         while hasattr(module, self._loss_name):
             self._loss_name += "_"
         setattr(self, self._loss_name, loss)
@@ -173,14 +174,16 @@ def make_subject(
             f"the examples differ in the number of samples: {sorted(batches)}",
             "use equal sizes of dimension 0 for all examples",
         )
-    if batches == {1}:  # Two samples, because tracing treats a dimension of size 1 as a constant.
+    # A single sample is repeated, because tracing treats a dimension of size 1 as a constant, so
+    # the batch size would be fixed.
+    if batches == {1}:
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
     wrapped = _ModuleWithLoss(module, loss, list(named))
     wrapped.training = module.training
     _require_exportable(wrapped)
     held = {ExportSubject.name_of(name) for name, _ in named_tensors(wrapped)}
-    # Copies, because tracing merges two inputs that are one tensor, for example tokens that are
-    # also the labels.
+    # The example tensors are copied, because tracing merges two inputs that are one tensor, for
+    # example tokens that are also the labels.
     return ExportSubject(
         module=wrapped,
         names=tuple(_unique_input_name(name, held) for name in names),
@@ -270,7 +273,8 @@ def export_to_onnx(subject: ExportSubject) -> ExportedModule:
         traced = _trace_module(subject, shapes)
         program = _translate_to_onnx(traced, subject)
     _name_tensors(program.model, subject)
-    # The traced program returns the changed buffers before the results of the module.
+    # The traced program returns changed buffers before the results of the module, so only its last
+    # results can be the loss.
     results = [each.meta.get("val") for each in traced.graph.output_node().args[0]]
     place = find_loss_result(results[-len(program.model.graph.outputs) :])
     if place is not None:
@@ -345,8 +349,8 @@ def _translate_to_onnx(
             dynamo=True,
             input_names=subject.names,
             custom_translation_table=onnx_translations(),
-            # The optimizer would merge parameters with equal values, such as the initial biases of
-            # a new module.
+            # The optimizer is disabled, because it would merge parameters with equal values, such
+            # as the initial biases of a new module.
             optimize=False,
             verbose=False,
         )
@@ -374,8 +378,8 @@ def _name_tensors(model: Any, subject: ExportSubject) -> None:
     for name, known in first.items():
         value = model.graph.initializers.get(name)
         if name != known and value is not None:
-            # The trace uses another name of a tied tensor. The signature contains both names, so
-            # they are exchanged in it.
+            # The trace names this tied tensor `name` instead of `known`, the first of its names.
+            # The signature contains both names, so they are exchanged in it.
             value.name = known
             signature = _exchange_words(signature, f"target='{name}'", f"target='{known}'")
     wanted = {subject.name_of(value.name) for value in model.graph.initializers.values()}
@@ -399,7 +403,9 @@ def _name_scopes(model: Any, subject: ExportSubject) -> None:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES_KEY, "[]"))
         classes = ast.literal_eval(node.metadata_props.get(_CLASSES_KEY, "[]"))
         if len(scopes) < 3 or f"{scopes[1]}." != _MODULE_PREFIX:
-            continue  # The node belongs to the loss, not to the user's module.
+            # This node computes the loss, outside of the user's module, so its scopes are not
+            # changed.
+            continue
         inner = [subject.name_of(scope) for scope in scopes[2:]]
         node.metadata_props[_SCOPES_KEY] = str(["", *inner])
         node.metadata_props[_CLASSES_KEY] = str(classes[1:])

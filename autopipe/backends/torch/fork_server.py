@@ -183,10 +183,11 @@ def rank_environment() -> Iterator[None]:
     module search path is extended.
     """
     root = Path(__file__).resolve().parents[3]
-    # An empty entry would mean the current folder, in which another user may have put a module.
+    # Empty entries of PYTHONPATH are removed. They mean the current folder, in which another user
+    # may have created a module.
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    # An installed autopipe needs no entry, and an entry for site-packages would precede the
-    # standard library.
+    # An autopipe that is installed in site-packages is found without an entry. An entry for
+    # site-packages would precede the standard library in the search path.
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
     changes = {PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
@@ -241,8 +242,8 @@ def _request_fork(
         reply = ours.recv(_LENGTH_STRUCT.size)
         if len(reply) < _LENGTH_STRUCT.size:
             raise ConnectionError("the fork server ended")
-        # This byte confirms that the launcher knows the process number. The rank ends at once if
-        # the launcher is interrupted and does not send it.
+        # The forked rank waits for this byte, which confirms that the launcher has received the
+        # process number. If the launcher is interrupted before, the rank ends at once.
         ours.sendall(b"\0")
         return int(_LENGTH_STRUCT.unpack(reply)[0])
 
@@ -345,15 +346,15 @@ def main() -> None:
     In a forked rank, run the words of its request.
     """
     line = socket.socket(fileno=int(sys.argv[1]))
-    # Imports create many objects and few reference cycles. Garbage collection took a fifth of the
-    # import time.
+    # Garbage collection is disabled during the imports, because it took a fifth of their time.
+    # Imports create many objects, but few reference cycles.
     gc.disable()
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if not _is_single_threaded():
         return
-    # Garbage collections in the ranks skip the imported objects, so that the ranks do not write to
-    # the memory pages that they share.
+    # `freeze` excludes the imported objects from later garbage collections, which would otherwise
+    # write to the memory pages that all forked ranks share.
     gc.freeze()
     gc.enable()
     if (words := _serve_requests(line)) is not None:

@@ -197,7 +197,8 @@ def _isolate_elastic(debug: bool) -> Iterator[None]:
     is set, it suppresses elastic's log lines.
     """
     saved = {each: signal.getsignal(each) for each in _REPLACED_SIGNALS}
-    # Each module of elastic has a logger of its own, which passes its lines to this logger.
+    # The loggers of elastic's modules pass their lines to this common parent logger, so a handler
+    # here suppresses all of them.
     logger = logging.getLogger("torch.distributed.elastic")
     nowhere = logging.NullHandler()
     propagate = logger.propagate
@@ -221,7 +222,8 @@ def run_child(
     without it, the process is a new interpreter. Return "" if the process succeeds, otherwise the
     last line of its stderr.
     """
-    starter = server or ForkServer()  # A server that was not opened starts a new interpreter.
+    # A `ForkServer` that is not open starts a new Python interpreter.
+    starter = server or ForkServer()
     with tempfile.TemporaryFile("w+") as errors, open(os.devnull, "r+") as nothing:
         process = starter.start(list(words), os.environ | changes, (nothing, nothing, errors))
         try:
@@ -312,7 +314,7 @@ class ReportFollower:
         """
         self._path = path
         self._takers = takers
-        self._read = 0  # Position up to which the file has been read, in bytes.
+        self._read = 0  # Number of bytes of the file that have been read.
 
     def poll(self) -> None:
         """Pass the records of all lines that were completed since the last call to the

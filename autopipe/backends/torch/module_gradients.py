@@ -82,7 +82,7 @@ class _WithoutDropout(TorchFunctionMode):
         asked = len(self.asked)
         if name in _RECURRENT_FUNCTIONS:
             args = self._without_probability(args)
-        # Arguments: (input, probability, train).
+        # Torch's built-in dropout functions have the arguments (input, probability, train).
         elif "dropout" in name and inspect.isbuiltin(function):
             self._note(args[1], args[2])
             args = (args[0], 0.0, False)
@@ -98,8 +98,8 @@ class _WithoutDropout(TorchFunctionMode):
             and isinstance(found, torch.Tensor)
             and not torch.is_grad_enabled()
         ):
-            # With probability 0, the function may return its operand, which has a gradient in spite
-            # of `torch.no_grad`.
+            # With probability 0, the function may return its operand, which has an autograd history
+            # in spite of `torch.no_grad`. So the result is detached.
             return found.detach()
         return found
 
@@ -188,7 +188,8 @@ def _evaluate_once(
             place = find_loss_result(results)
             gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
             if place is not None and results[place].requires_grad and trained:
-                # A checkpointed part of the forward runs again here and may change buffers again.
+                # If the module uses activation checkpointing, this backward runs a part of the
+                # forward again, which may change buffers a second time.
                 gradients = torch.autograd.grad(
                     results[place], list(trained.values()), allow_unused=True
                 )

@@ -184,7 +184,7 @@ class RendezvousHandler(DynamicRendezvousHandler):
             parse_endpoint(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
         )
         if place.local_address:
-            # This call raises an error if the address does not belong to this machine.
+            # `interface_of` raises an error if the address does not belong to this machine.
             interface_of(place.local_address)
         self.address = place.local_address or endpoint.own
         """Address of this node. Its ranks listen on no other address."""
@@ -220,7 +220,8 @@ class RendezvousHandler(DynamicRendezvousHandler):
         check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
         master = found.bootstrap_store_info
         assert master is not None, "ranks use a store that is made here"
-        # A copy, because elastic still needs the original object in its next round.
+        # `replace` creates a copy, because elastic still needs the original object in its next
+        # round.
         master = replace(master, master_addr=Node.parse(master.master_addr).address)
         return RendezvousInfo(found.store, found.rank, found.world_size, master)
 

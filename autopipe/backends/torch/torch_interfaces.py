@@ -130,7 +130,7 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-# Operators of torch's optimizers and of `torch.amp`, which are private.
+# These operators are private in torch, but torch's optimizers and `torch.amp` use them.
 assert_async = torch._assert_async
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -151,7 +151,8 @@ efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = (
 batch_norm = torch.ops.aten._native_batch_norm_legit_functional.default
 batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
-# Torch 2.13 has other names for the collectives whose result is one tensor instead of a list.
+# Torch 2.13 has renamed the collectives whose result is one tensor instead of a list. The older
+# name is used if the new name does not exist.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -251,8 +252,10 @@ def abandon_capture(pool: Any) -> None:
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # The capture has ended normally, and its graph releases the pool.
-    with suppress(RuntimeError):  # The error of the capture is more informative than an error here.
+        # An error means that the capture has ended normally. Its graph then releases the pool.
+        return
+    # Errors of the clean-up are suppressed, because the error of the capture is more informative.
+    with suppress(RuntimeError):
         torch._C._cuda_releasePool(device, pool)
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())

@@ -103,14 +103,16 @@ def _smoothed_cross_entropy(
     label y for the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which are computed for
     each class y.
     """
-    if reduce is False:  # `reduce` and `size_average` are deprecated arguments for the reduction.
+    # The deprecated arguments `reduce` and `size_average` override `reduction`.
+    if reduce is False:
         reduction = "none"
     elif size_average is False:
         reduction = "sum"
     axis = 1 if logits.dim() > 1 else 0
     classes = logits.shape[axis]
     likelihoods = torch.log_softmax(logits, axis)
-    if target.is_floating_point():  # The labels are class probabilities.
+    # Labels of a floating-point type are class probabilities instead of class indices.
+    if target.is_floating_point():
         smoothed = (
             target * (1 - label_smoothing) + label_smoothing / classes
             if label_smoothing
@@ -121,7 +123,8 @@ def _smoothed_cross_entropy(
                 [-1 if each == axis else 1 for each in range(logits.dim())]
             )
         losses = -(smoothed * likelihoods).sum(axis)
-        # The mean divides by the number of labels, independently of the class weights.
+        # For class probabilities, torch's mean divides by the number of labels, independently of
+        # the class weights.
         if reduction == "mean":
             return losses.mean()
         return losses.sum() if reduction == "sum" else losses
@@ -152,7 +155,8 @@ def prepare_for_onnx(program: torch.export.ExportedProgram) -> torch.export.Expo
         ):
             _detach_results(program.graph, node)
         elif node.target is _ATEN.detach_.default:
-            # The conversion to functional form would remove an in-place `detach_`.
+            # The conversion of the trace to functional form would remove an in-place `detach_`, so
+            # `detach` replaces it.
             node.target = _ATEN.detach.default
         elif node.target is _ATEN.embedding.default and _padding_index(node) >= 0:
             _detach_padding(program.graph, node, _padding_index(node))

@@ -73,7 +73,8 @@ def report_page(report: Report) -> str:
     sections = "\n".join(
         f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections
     )
-    # Escaped so that no text in the data can end the HTML element that contains it.
+    # The characters &, < and > are escaped, so that no text in the data can end the HTML element
+    # that contains it.
     data = json.dumps(_report_data(report.pictures), allow_nan=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     page = f"""<!DOCTYPE html>
@@ -117,7 +118,8 @@ too</span></p>
 </body>
 </html>
 """
-    # A name from JSON may have an unpaired surrogate, which UTF-8 cannot encode.
+    # A name from JSON may have an unpaired surrogate, which UTF-8 cannot encode, so a question mark
+    # replaces it.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

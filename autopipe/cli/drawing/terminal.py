@@ -83,7 +83,8 @@ def _time_axis(picture: Picture, columns: int) -> Axis:
         head = columns * 3 // 5
         tail = columns - head - _GAP_COLUMNS
         return _axis_of_pieces([(0.0, head), (end - tail / scale, tail)], scale, columns)
-    # One repetition takes at most half of the row, however short its tasks are.
+    # The scale is limited so that one repetition occupies at most half of the row, even if its
+    # tasks are short.
     scale = min(_MIN_TASK_COLUMNS / typical, columns // 2 / state.period)
     if scale * end <= columns:
         return whole
@@ -111,7 +112,8 @@ def _axis_of_steady_state(
     count = min(state.count, least + int((room - head - tail) / width))
     body = round(count * width)
     pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
-    # If warm-up is drawn completely, the repetitions follow it without a gap.
+    # If the warm-up is drawn completely, the repetitions follow it without a gap, so both form one
+    # piece.
     if head == warm_up:
         pieces[:2] = [(0.0, round(state.start * scale) + body)]
     if count == state.count and tail == cool_down:
@@ -281,7 +283,8 @@ def _have_repeated_letters(bars: list[Bar]) -> bool:
 def _bar_names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
     if not several:
         return bar.label, bar.letter
-    # The name of a task starts with its stage. Any other name was chosen by the user.
+    # The generated name of a task starts with the number of its stage. Any other name was chosen by
+    # the user and is preferred.
     if not bar.name[:1].isdigit():
         return bar.name, bar.label, bar.letter
     return (bar.letter,) if colour else (str(bar.stage),)
@@ -563,7 +566,7 @@ def _busy_bars(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
     """
     columns = max(1, axis.column_of(end))
     size = end / columns
-    # The predicted time of a graph that only moves data is 0.
+    # The predicted step time of a graph that only moves data is 0, so the row is empty.
     if size == 0:
         return " " * columns
     filled = [0.0] * columns

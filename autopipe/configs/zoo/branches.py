@@ -53,8 +53,8 @@ class TwoBranch(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal
-        # transformer.
+        # Sizes of GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats. The widths equal the
+        # widths of GraphPipe's multi-modal transformer.
         "paper": {**GRAPHPIPE_PRESET, "branches": 2, "repeats": 4},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
@@ -78,9 +78,8 @@ class TwoBranch(ZooModel):
         joined = []
         for index in range(self.branches):
             data = graph.input(f"input_{index}", self.sequence, self.hidden)
-            for repeat in range(
-                self.repeats
-            ):  # The blocks of this model have no residual connections.
+            for repeat in range(self.repeats):
+                # The blocks of this model have no residual connections.
                 with graph.scope(f"branches.{index}"), graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
                     data = graph.linear(
@@ -115,7 +114,8 @@ class Flava(ZooModel):
             "hidden": 768,
             "heads": 12,
         },
-        # Tessel (HPCA 2024), figure 15: 24 layers, here for each of the three encoders.
+        # Tessel (HPCA 2024), figure 15, states 24 layers. This preset uses 24 layers in each of the
+        # three encoders.
         "paper": {
             **COMMON_FLAVA_SIZES,
             "text_layers": 24,
@@ -188,10 +188,10 @@ class CandleUno(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
-        # branches.
+        # Sizes of GraphPipe (ASPLOS 2025), appendix A.2. The paper does not state the number of
+        # layers after the branches.
         "paper": {**PAPER_SIZES, "branches": 7},
-        # GraphPipe compares at most this number of branches.
+        # The number 16 is the maximum number of branches in GraphPipe's measurements.
         "16-branches": {**PAPER_SIZES, "branches": 16},
     }
     branches: Count = 7
@@ -235,7 +235,8 @@ class MultiModalTransformer(ZooModel):
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "paper": {**GRAPHPIPE_PRESET, "embedding": 1024, "branches": 4, "layers": 8},
-        # The sequential transformer of GraphPipe's evaluation has all layers in one branch.
+        # This is the sequential transformer of GraphPipe's evaluation, whose layers are all in one
+        # branch.
         "sequential": {**GRAPHPIPE_PRESET, "embedding": 1024, "branches": 1, "layers": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
@@ -278,8 +279,8 @@ class Dlrm(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
-        # interaction.
+        # Sizes of GraphPipe (ASPLOS 2025), appendix A.2. The paper does not state the number of
+        # layers after the interaction.
         "paper": preset(
             "dense_branches sparse_branches dense_layers features hidden rows width bag top_layers",
             *(7, 7, 4, 4096, 4096, 1_000_000, 64, 100, 4),

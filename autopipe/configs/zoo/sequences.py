@@ -38,9 +38,9 @@ class Mt5(TransformerModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Tessel (HPCA 2024), table III, which counts the layers of encoder and decoder together:
-        # 48, 48, 64, 80. The model of 1.8B parameters has an untied head, as mT5 has; the heads of
-        # the other models are tied.
+        # Sizes of Tessel (HPCA 2024), table III. The table counts the layers of encoder and decoder
+        # in one sum: 48, 48, 64, 80. The model of 1.8B parameters has an untied head like mT5; the
+        # heads of the other models are tied.
         "1.8b": preset(_MT5_FIELDS, 24, 1024, 16, 512_000, False, 1024, 1024),
         "9.5b": preset(_MT5_FIELDS, 24, 3072, 24, 1_000_000, True, 1024, 1024),
         "43b": preset(_MT5_FIELDS, 32, 6144, 48, 1_500_000, True, 1024, 1024),
@@ -145,7 +145,8 @@ class Transformer(TransformerModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # PaSE (IPDPS 2021), which uses batches of 64; the sizes of the original base model.
+        # A model of PaSE (IPDPS 2021), which uses batches of 64 samples. The layers have the sizes
+        # of the original base Transformer.
         "paper": preset(
             "layers hidden heads feed_forward vocabulary sequence", 6, 512, 8, 2048, 50_000, 256
         ),
@@ -176,7 +177,8 @@ class Transformer(TransformerModel):
             init=init,
         )
         with graph.scope("positions"):
-            # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
+            # The shape of `waves` is [sequence, hidden]. It contains the sines, then the cosines,
+            # of position / 10000^(2 i / hidden).
             angle = graph.angles(self.sequence, self.hidden // 2, 10000)
             waves = graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
         memory = self._embed(graph, "source_embedding", source, waves)
@@ -204,7 +206,7 @@ class RnnLm(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # PaSE (IPDPS 2021), which uses batches of 64.
+        # A model of PaSE (IPDPS 2021), which uses batches of 64 samples.
         "paper": {"layers": 2, "hidden": 2048, "vocabulary": 100_000, "sequence": 256},
     }
     layers: Count = 2

@@ -264,11 +264,12 @@ class Gpt(LanguageModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # GPT-2 (Radford et al., 2019).
+        # Sizes of GPT-2 (Radford et al., 2019).
         "gpt2": preset(_GPT_FIELDS, 12, 768, 12, 50257, 1024),
         "gpt2-xl": preset(_GPT_FIELDS, 48, 1600, 25, 50257, 1024),
-        # GPT-3, table 2.1. The hidden size is not a multiple of the heads with the paper's 24 heads
-        # of 128 (1.3B) and hidden 5140 (13B). These presets have 16 heads and hidden 5120 instead.
+        # Sizes of GPT-3, table 2.1, with two exceptions. The paper has 24 heads of 128 for 1.3B and
+        # hidden 5140 for 13B, so the hidden size is not a multiple of the heads. These presets have
+        # 16 heads and hidden 5120 instead.
         "125m": preset(_GPT_FIELDS, 12, 768, 12, 50257, 2048),
         "350m": preset(_GPT_FIELDS, 24, 1024, 16, 50257, 2048),
         "760m": preset(_GPT_FIELDS, 24, 1536, 16, 50257, 2048),
@@ -277,15 +278,16 @@ class Gpt(LanguageModel):
         "6.7b": preset(_GPT_FIELDS, 32, 4096, 32, 50257, 2048),
         "13b": preset(_GPT_FIELDS, 40, 5120, 40, 50257, 2048),
         "175b": preset(_GPT_FIELDS, 96, 12288, 96, 50257, 2048),
-        # The size of Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022).
+        # Sizes of Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022).
         "39b": preset(_GPT_FIELDS, 48, 8192, 64, 50257, 2048),
-        # Tessel (HPCA 2024), table III. Its "1M" is 1,000,000 here, which gives the parameter
-        # counts of the table.
+        # Sizes of Tessel (HPCA 2024), table III. The vocabulary "1M" is 1,000,000 here, because the
+        # parameter counts of the table result from this number.
         "11b": preset(_GPT_FIELDS, 32, 4096, 32, 1_000_000, 2048),
         "24b": preset(_GPT_FIELDS, 40, 6144, 48, 1_000_000, 2048),
         "47b": preset(_GPT_FIELDS, 48, 8192, 64, 1_000_000, 2048),
         "77b": preset(_GPT_FIELDS, 80, 8192, 64, 1_500_000, 2048),
-        # Tessel, figure 2: layers of GPT 6.7B under an embedding of 768K rows.
+        # Sizes of Tessel (HPCA 2024), figure 2: layers of GPT 6.7B and an embedding of 768,000
+        # rows.
         "tessel-figure-2": preset(_GPT_FIELDS, 32, 4096, 32, 768_000, 2048),
     }
 
@@ -313,8 +315,8 @@ class Bert(LanguageModel):
     presets: ClassVar[Mapping[str, Settings]] = {
         "base": preset(_GPT_FIELDS, 12, 768, 12, 30522, 512),
         "large": preset(_GPT_FIELDS, 24, 1024, 16, 30522, 512),
-        # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of
-        # TePDist's models.
+        # Sizes of DNABERT (Ji et al., 2021), one of TePDist's models. The vocabulary contains all
+        # words of six bases and five special tokens.
         "dnabert": preset(_GPT_FIELDS, 12, 768, 12, 4**6 + 5, 512),
     }
     hidden: Count = 64
@@ -334,7 +336,7 @@ class Bert(LanguageModel):
             data = norm(
                 graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden
             )
-        with graph.scope("padding_mask"):  # The mask has the shape [batch, 1, 1, sequence].
+        with graph.scope("padding_mask"):  # The shape of the mask is [batch, 1, 1, sequence].
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
             mask = graph.op(
                 "Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(MASKED_SCORE)
@@ -367,8 +369,8 @@ class MixtureOfExperts(TransformerModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Models of Alpa (OSDI 2022), the baseline of TePDist's measurements. A name is the number
-        # of parameters.
+        # Models of Alpa (OSDI 2022), which is the baseline of TePDist's measurements. The name of a
+        # preset is its number of parameters.
         "380m": _moe_sizes(8, 768, 8),
         "690m": _moe_sizes(8, 768, 16),
         "1.3b": _moe_sizes(16, 768, 16),
@@ -499,11 +501,11 @@ class Llama(TransformerModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Llama 2 (Touvron et al., 2023b).
+        # Sizes of Llama 2 (Touvron et al., 2023b).
         "7b": preset(_LLAMA_FIELDS, 32, 4096, 32, 32, 11008, 32000, 10000, 4096),
         "13b": preset(_LLAMA_FIELDS, 40, 5120, 40, 40, 13824, 32000, 10000, 4096),
         "70b": preset(_LLAMA_FIELDS, 80, 8192, 64, 8, 28672, 32000, 10000, 4096),
-        # Llama 3 (Grattafiori et al., 2024), table 3.
+        # Sizes of Llama 3 (Grattafiori et al., 2024), table 3.
         "3-8b": preset(_LLAMA_FIELDS, 32, 4096, 32, 8, 14336, 128256, 500000, 4096),
         "3-70b": preset(_LLAMA_FIELDS, 80, 8192, 64, 8, 28672, 128256, 500000, 4096),
         "3-405b": preset(_LLAMA_FIELDS, 126, 16384, 128, 8, 53248, 128256, 500000, 4096),

@@ -44,7 +44,7 @@ class InceptionV3(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # PaSE (IPDPS 2021), which uses batches of 128.
+        # Sizes of PaSE (IPDPS 2021), which uses batches of 128 samples.
         "paper": {"image": 299, "width": 32, "classes": 1000},
     }
     image: Annotated[int, AtLeast(75)] = 75
@@ -182,9 +182,9 @@ class Vgg19(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Configuration E of the paper (Simonyan and Zisserman, 2015).
+        # Sizes of configuration E of the VGG paper (Simonyan and Zisserman, 2015).
         "imagenet": {"image": 224, "width": 64, "hidden": 4096, "classes": 1000},
-        # TePDist extends the classifier to a million classes.
+        # TePDist extends the classifier of VGG-19 to a million classes.
         "million": {"image": 224, "width": 64, "hidden": 4096, "classes": 1_000_000},
     }
     image: Annotated[int, AtLeast(32)] = 32
@@ -221,7 +221,7 @@ class AlexNet(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # PaSE (IPDPS 2021), which uses batches of 128.
+        # Sizes of PaSE (IPDPS 2021), which uses batches of 128 samples.
         "paper": {"image": 227, "width": 96, "hidden": 4096, "classes": 1024},
     }
     image: Annotated[int, AtLeast(67)] = 67
@@ -277,7 +277,8 @@ class UNet(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Figure 1 of the paper; 512 instead of its 572 because borders are padded.
+        # The sizes are those of figure 1 of the U-Net paper, but the image has 512 pixels instead
+        # of 572. In the paper, the convolutions do not pad the image.
         "paper": {"image": 512, "channels": 1, "width": 64, "depth": 4, "classes": 2},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("image", "stride"),)
@@ -352,7 +353,7 @@ class WideResNet(ZooModel):
     presets: ClassVar[Mapping[str, Settings]] = {
         "resnet50": _wide_resnet_preset(64, 1),
         "resnet101": _wide_resnet_preset(64, 1, (3, 4, 23, 3)),
-        # Models of Alpa (OSDI 2022) and TePDist. A name is the number of parameters.
+        # Models of Alpa (OSDI 2022) and TePDist. The name of a preset is its number of parameters.
         "250m": _wide_resnet_preset(160, 2),
         "500m": _wide_resnet_preset(224, 2),
         "1b": _wide_resnet_preset(320, 2),

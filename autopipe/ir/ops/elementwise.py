@@ -173,7 +173,8 @@ ELEMENTWISE = (
 )
 
 ACTIVATION = (
-    # The derivatives of these operators are zero, except at the steps of their values.
+    # The derivatives of Ceil, Floor, Round and Sign are zero, except at the steps of their values.
+    # So their backward costs no FLOPs.
     *pointwise_operators("Ceil Floor Round Sign", keeps=(), backward=0.0),
     *pointwise_operators("Neg", keeps=(), linear="together"),
     *pointwise_operators("Abs", moved=move_through_reshape),
@@ -203,8 +204,8 @@ ACTIVATION = (
     *pointwise_operators("Exp Tan", 4.0, keeps=(">0",), finite_at=((0, 0),)),
     *pointwise_operators("Sigmoid Tanh", 4.0, keeps=(">0",)),
     *(
-        # The factor 2.2 of backward: it computes the activation again, its derivative, and one
-        # multiplication per operand.
+        # The backward costs 2.2 times the FLOPs of the forward: it computes the activation again,
+        # its derivative, and one multiplication per operand.
         Operator(
             name,
             broadcast_space,

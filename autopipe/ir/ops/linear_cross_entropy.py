@@ -88,7 +88,9 @@ OPERATOR_DEFINITIONS = (
         _linear_cross_entropy_space,
         "matmul",
         _linear_cross_entropy_flops,
-        3.0,  # Factor of backward: the recomputed matmul, and one matmul for each of two gradients.
+        # The backward costs three matmuls: one recomputes the logits, and two compute the
+        # gradients.
+        3.0,
         ("0", "rows"),
         mixes_samples=may_weight_labels,
         statistics=_collectives,

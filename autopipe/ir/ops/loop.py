@@ -177,7 +177,8 @@ def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
         (extent,) = reached
         extents = [body.type_of(name).shape[at] for name, at in values]
         extents += [spaces[index].axis(axis).size for index, axis in axes]
-        # Sizes may be multiples, because in a merged dimension this axis is the outermost one.
+        # In a merged dimension, the axis may be the outermost of several factors. So a dimension is
+        # accepted if its size is a multiple of `extent`.
         if not any(each % extent for each in extents):
             found.append(SplittableLoopAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
     return tuple(found)

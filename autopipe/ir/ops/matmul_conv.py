@@ -568,7 +568,8 @@ def _recurrent_collectives(
         * space.axis("h").size
         * signature.operand(2).dtype.itemsize
     )
-    # Operand 4, the number of steps of each sample, has no gradient.
+    # The backward collective runs only if one of `operands` requires a gradient. Operand 4, the
+    # number of steps of each sample, never requires one.
     operands = tuple(index for index in range(len(signature.operands)) if index != 4)
     return (
         OperatorCollective(axes, size, "all_gather", times=times),
@@ -594,7 +595,7 @@ RECURRENT = tuple(
     for name, gates, weights in (
         ("RNN", 1, (1, 2, 3)),
         ("GRU", 3, (1, 2, 3)),
-        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 has the peephole weights.
+        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 contains the peephole weights.
     )
 )
 

@@ -311,8 +311,8 @@ MOVEMENT = (
     Operator("DepthToSpace", _depth_to_space_space, "memory"),
     Operator("SpaceToDepth", _depth_to_space_space, "memory"),
     Operator("ReverseSequence", _reverse_sequence_space, "memory", keeps=("1",), reads_axis=True),
-    # The last two dimensions are marked `&`: each device derives the indices of its rows and
-    # columns from its coordinates.
+    # The last two dimensions are marked `&`, because a split operator depends on the device: each
+    # device derives the indices of its rows and columns from its coordinates.
     Operator(
         "Trilu",
         lambda use: space_along_axes(use, [use.rank - 2, use.rank - 1], "&"),
@@ -577,8 +577,8 @@ def reshape_space(signature: Signature) -> Space:
     left = unindexed_words(source)
     right = unindexed_words(target)
     extents: dict[str, int] = {}
-    # `ends` has the cumulative products of the sizes of both shapes. Segments of dimensions end at
-    # the products that are in both lists.
+    # `ends` contains the cumulative products of the sizes of both shapes. A product that occurs in
+    # both lists ends a segment of dimensions with equal numbers of elements.
     ends = [list(itertools.accumulate(shape, int.__mul__)) for shape in (source, target)]
     common = sorted({1, *ends[0]} & {1, *ends[1]}) if signature.operand(0).elements else []
     for first, last in itertools.pairwise(common):

@@ -39,7 +39,9 @@ def uses_batch_statistics(signature: Signature) -> bool:
     """
     if signature.node.op != "BatchNormalization":
         return False
-    if signature.opset >= 14:  # Before opset 14, a node in training mode has several results.
+    # Before opset 14, a BatchNormalization in training mode has several results instead of the
+    # attribute `training_mode`.
+    if signature.opset >= 14:
         return bool(signature.node.integer("training_mode"))
     return any(value is not None for value in signature.results[1:])
 

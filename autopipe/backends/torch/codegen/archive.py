@@ -24,7 +24,8 @@ class _Zip64Entry(zipfile.ZipInfo):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # Unix; zipfile would write a number that depends on the operating system.
+        # The number 3 means Unix. By default, zipfile writes a number that depends on the operating
+        # system, so archives of equal contents would differ.
         self.create_system = 3
         self.create_version = self.extract_version = _ZIP64_VERSION
 

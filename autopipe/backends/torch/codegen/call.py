@@ -132,8 +132,8 @@ class Call(Signature):
         key = int.from_bytes(
             hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big"
         )
-        # For each dimension of the first result: the mesh axes over which it is split, outermost
-        # first, as pairs (degree, stride).
+        # `cuts` lists, for each dimension of the first result, the mesh axes over which the
+        # dimension is split, as pairs (degree, stride) with the outermost axis first.
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
         results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(

@@ -204,7 +204,8 @@ def _emit_maximum_or_minimum(function: str, bound: str, call: Call) -> str:
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
     codes = [call.arg(index) for index in range(len(call.codes))]
-    # The calls form a balanced tree, because Python's parser limits the depth of an expression.
+    # More than `_MAX_NESTED_OPERANDS` operands are first combined by a balanced tree of calls,
+    # because Python's parser limits the depth of an expression.
     while len(codes) > _MAX_NESTED_OPERANDS:
         pairs = [codes[index : index + 2] for index in range(0, len(codes), 2)]
         codes = [
@@ -436,8 +437,8 @@ def _emit_range(call: Call) -> str:
     if call.result().dtype.is_integer:
         ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
         return f"torch.arange({ends}, {_new_tensor_arguments(call)})"
-    # ONNX computes the number of elements first, and then each element as start + index · step.
-    # `torch.arange` with a step could return one element more or less.
+    # The code computes each element as ONNX does: first the number of elements, then start + index
+    # · step. `torch.arange` with a step could return one element more or less.
     return (
         f"{start} + torch.arange({call.result().elements}, {_new_tensor_arguments(call)}) * {step}"
     )

@@ -174,7 +174,8 @@ def fold_segments(
             form = (block.canonical, *(tuple(place[name] for name in each) for each in ends))
             by_form[form].append((segment, block))
     for equal in by_form.values():
-        # A call identifies a segment by its weights.
+        # Only segments with a weight (kind "w") can call a shared function, because the runtime
+        # identifies the segment of a call by its weights.
         if len(equal) > 1 and any(_kind_of(token) == "w" for token in equal[0][1].tokens):
             found.append(_segment_function(equal, names, used))
     return found
@@ -195,7 +196,8 @@ def _segment_function(
     folding.function_names = used
     held = [place for place, token in enumerate(block.tokens) if _kind_of(token) != "x"]
     held.sort(key=lambda place: _ARGUMENT_ORDER[_kind_of(block.tokens[place])])
-    # The first weight is a parameter, by which the runtime tells the segments apart.
+    # `_ARGUMENT_ORDER` sorts parameters first, because the runtime distinguishes the segments of
+    # one function by the first weight.
     inputs = [block.tokens.index(name) for name in first.arguments]
     name = folding.function_name(blocks)
     local = folding.local_names(blocks, [*inputs, *held])
@@ -257,7 +259,8 @@ class _Folding:
                 index += 1
                 continue
             run = [call]
-            # `run` grows by the calls of the same function that follow directly.
+            # `run` collects the calls of one function that directly follow each other, because
+            # `_call_lines` can write them as a loop.
             while (following := calls.get(run[-1].block.stop)) is not None:
                 if following.function != call.function:
                     break
@@ -496,7 +499,8 @@ class _Folding:
         if sorted(carried.values()) != list(range(len(first.results))):
             return None
         end = run[-1].block.stop
-        # The loop assigns to the variables of its first arguments, so nothing may read them later.
+        # The loop assigns its results to the variables that its first call reads, which overwrites
+        # them. So no later statement may read these variables.
         starts = [first.arguments[place] for place in carried]
         if len(set(starts)) != len(starts):
             return None
@@ -603,7 +607,8 @@ def _identifier(text: str) -> str:
     """Return a Python identifier for a text: ASCII letters, digits and underscores only."""
     found = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")[:_MAX_NAME_CHARACTERS].lower()
     found = f"n_{found}" if not found or found[0].isdigit() else found
-    # Names such as x0, v1 or segment_2 are generated.
+    # Generated code uses names such as x0, v1 or segment_2 for variables and functions. An
+    # underscore distinguishes an equal identifier from these names.
     if found in _RESERVED or re.fullmatch(r"[a-z]\d+|(segment|loop)_\d+", found):
         found = f"{found}_"
     return found

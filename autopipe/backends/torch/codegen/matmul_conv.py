@@ -19,7 +19,7 @@ from autopipe.ir.graph import DType
 from autopipe.ir.ops.matmul_conv import equation_of, has_bias
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 
-# Matmuls.
+# The functions below emit the code of matmuls.
 
 
 def _emit_matmul(call: Call) -> str:
@@ -77,7 +77,7 @@ def _emit_gemm(call: Call) -> str:
     return call_code("torch.addmm", bias, left, right, **factors)
 
 
-# Convolutions.
+# The functions below emit the code of convolutions.
 
 Extents = tuple[int, ...]
 
@@ -162,7 +162,8 @@ def _emit_conv_transpose(call: Call) -> str:
         kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none
     )
     full = window.covered_sizes(source)
-    # `begin` is the number of elements that are cropped at the start of each axis.
+    # `begin` is the number of elements at the start of each axis that are cropped from the full
+    # result of the transposed convolution.
     policy = node.text("auto_pad", "NOTSET")
     if policy == "NOTSET" and not node.has("output_shape"):
         begin = node.integers("pads")[: len(kernel)] or none
@@ -211,7 +212,7 @@ def _emit_deform_conv(call: Call) -> str:
     return call_code("operators.deform_conv", call.optionals(5), *settings)
 
 
-# Pooling.
+# The functions below emit the code of pooling operators.
 
 
 def _pooling_window(call: Call) -> SpatialWindow:
@@ -229,7 +230,8 @@ def _is_torch_pooling_exact(call: Call, window: SpatialWindow, ceil: bool = Fals
         call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True
     ):
         steps, left = divmod(extent + 2 * begin - reach, stride)
-        # With `ceil_mode`, torch drops a last window that would start in the pads at the end.
+        # With `ceil_mode`, torch omits a last window that would start in the pads at the end of an
+        # axis, so this window is not part of the count.
         more = ceil and left > 0 and (steps + 1) * stride < extent + begin
         counts.append(steps + 1 + more)
     small = all(2 * begin <= size for begin, size in zip(window.begin, window.kernel, strict=True))
@@ -346,7 +348,8 @@ def _emit_max_unpool(call: Call) -> str:
     return f"operators.max_unpool({call.args(2)}, {(*source[:2], *extents)}, {call.result().shape})"
 
 
-# Recurrent layers. The runtime's functions use torch's fused layers if these support the settings.
+# The functions below emit the code of recurrent layers. It calls functions of the runtime, which
+# use torch's fused layers if these support the settings.
 
 _RECURRENT_OPERANDS = (
     "x",

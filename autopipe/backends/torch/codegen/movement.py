@@ -194,7 +194,7 @@ def _emit_gather(call: Call) -> str:
     if group := call.group(f"d{axis}"):
         return f"operators.sharded_gather({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     # Indices that are not constant are assumed to be nonnegative, because they usually read an
-    # embedding table; `F.embedding` raises an error for a negative index.
+    # embedding table. If one is negative, `F.embedding` raises an error.
     may_count = call.constant(1) is None or _has_nonnegative_indices(call)
     if (
         not fixed

@@ -334,8 +334,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
     finally:
         if not folder.exists():
             for parent in missing:
-                # Another process may have written into the new parent folder, which is then not
-                # empty.
+                # `rmdir` raises OSError if another process has written into the new parent folder.
+                # The folder is then not empty and must remain.
                 with contextlib.suppress(OSError):
                     parent.rmdir()
 

@@ -77,9 +77,9 @@ def _stage_declaration(program: Program, wired: StageOnRank) -> str:
             block, block.sent, code.outputs[position], block.source_slice, block.target_slice
         )
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    # The sum over all ranks and micro-batches of `weight` times a loss is the loss of the step. The
-    # sum of `weight` times a number of labels is the fraction of the step's labels that are not
-    # ignored.
+    # `weight` is the factor of each loss and each number of labels. Over all ranks and
+    # micro-batches, the weighted losses add up to the loss of the step, and the weighted numbers to
+    # the fraction of the step's labels that are not ignored.
     for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
         if program.train and name in outputs:
             output = next(each for each in program.outputs if each.value.name == name)

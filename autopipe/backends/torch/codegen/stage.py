@@ -160,8 +160,8 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
     arguments of a segment are the values that it reads and does not compute, except parameters and
     constants.
     """
-    # From the last segment to the first, because a result is needed only if a later segment reads
-    # it.
+    # The loop visits the segments in reverse order, because a result of a segment is needed only if
+    # a later segment reads it.
     held = _names_held_by_p(stage)
     wanted = {value.name for value in stage.outputs}
     flowing = frozenset(name for segment in stage.segments for name in segment.flowing)

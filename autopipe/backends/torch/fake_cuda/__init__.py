@@ -65,7 +65,8 @@ def build(cache: Path | None) -> Path:
                 _compile(compiler, torch, built)
                 built.replace(library)
         except OSError:
-            continue  # The folder cannot be written; try the next one.
+            # The library cannot be written to this folder, so the loop tries the next folder.
+            continue
         return library
     raise _unavailable_error("there is no folder for it")
 
@@ -100,8 +101,8 @@ def _compile(compiler: str, torch: Path, library: Path) -> None:
     """Compile `device.cpp` to the file `library` with the command `compiler`, against the torch in
     the folder `torch`. Raise ConfigurationError if the compiler fails.
     """
-    # The library depends on torch's libraries, so the dynamic linker loads them after it. A
-    # function that both define is then taken from this library.
+    # The library is linked with torch's libraries, so the dynamic linker loads them after it. If
+    # both define a function, the linker chooses the definition in this library.
     links = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
     command = [
         compiler,

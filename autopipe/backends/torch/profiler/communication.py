@@ -327,7 +327,8 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
     wait: Callable[[], object] = lambda: None  # noqa: E731 - nothing has been sent yet
     start = time.perf_counter()
     for number in range(_ROUNDS_PER_MEASUREMENT):
-        # Rank 1 sends the message for the next round, so it sends none in the last round.
+        # In each round, rank 1 sends the message of the next round. In the last round it sends
+        # none, so no receive is posted.
         goes_on = number + 1 < _ROUNDS_PER_MEASUREMENT
         if slow:
             wait()

@@ -45,7 +45,7 @@ def measure_host_launch(device: torch.device, precision: str) -> float:
         weight.grad = bias.grad = None
     _synchronize(device)
     operators = _TIMED_LAYERS * _OPERATORS_PER_LAYER * (1 + BACKWARD_OPERATORS)
-    # The first run is a warm-up, in which the device loads kernels.
+    # The first run does not count, because the device loads kernels in it.
     return statistics.median(seconds[1:]) / operators
 
 

@@ -208,7 +208,9 @@ def measure_operations(
     of operations with gradients is measured too. Generated files are written to `folder`.
     """
     if watch.device.type == "cpu":
-        keep_freed_memory()  # Ranks of a program also reuse freed memory.
+        # The process reuses freed memory, because the ranks of a program do so too and the times
+        # must be comparable.
+        keep_freed_memory()
     known: dict[Operation, RunnableOperation] = {}
     pool: TensorPool = {}
     refused: dict[Operation, str] = {}
@@ -280,8 +282,9 @@ def _time_backwards(
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        # Results of equal type and shape share one incoming gradient, so that it is in the caches.
-        # In a model, the backward of the following operator has just written it.
+        # Results of equal type and shape share one incoming gradient, so that the caches contain
+        # it. In a model they do too, because the backward of the following operator has just
+        # written the gradient.
         kinds = {(each.dtype, each.shape): each for each in ends}
         seeds = {
             kind: torch.ones_like(each, memory_format=torch.contiguous_format)
@@ -301,7 +304,7 @@ def _hook_seconds(watch: Stopwatch) -> float:
     node's backward; 0 on a GPU, where the hook runs while the device computes.
     """
     if watch.device.type != "cpu":
-        # On a GPU, the hook runs on the host while the device computes, so it does not count.
+        # On a GPU, the hook runs on the host while the device computes, so it adds no device time.
         return 0.0
 
     def run() -> list[float]:

@@ -308,7 +308,8 @@ def parse_hosts(text: str) -> tuple[str, ...]:
         )
     found: list[str] = []
     for each in re.findall(entry, text):
-        # re.split puts the texts that were in brackets at odd indices.
+        # The pattern has a group, so `re.split` returns the texts that were in brackets at odd
+        # indices.
         parts = re.split(r"\[([^\]]*)\]", each)
         choices = [
             parse_number_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)

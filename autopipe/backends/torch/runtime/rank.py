@@ -282,8 +282,8 @@ class Rank(RankContext):
         self.clear_step()
         self.steps_done += 1
         self._capture_once()
-        # `end_step` lets the prefetching thread copy data to the GPU. So it is called after the
-        # capture of CUDA graphs, during which copies are not allowed.
+        # `reader.end_step` lets the prefetching thread copy data to the GPU. CUDA allows no copies
+        # during the capture of graphs in `_capture_once`, so the call follows the capture.
         return self.reader.end_step(self.steps_done - 1)
 
     def _run_batches(self, step: Callable[[], None]) -> None:

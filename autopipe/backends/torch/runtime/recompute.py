@@ -43,9 +43,9 @@ class recompute:
         if not torch.is_grad_enabled():
             flowing, others = segment(p, *arguments)
             return flowing + others
-        # Autograd runs the backward of an operator only if an operand requires a gradient.
-        # Parameters are not operands of the segment, so `trigger` is an operand that always
-        # requires one.
+        # Autograd runs the backward of an operator only if an operand requires a gradient. The
+        # parameters are not operands of the segment, so the operand `trigger`, which requires a
+        # gradient, is added.
         trigger = torch.empty(0, device=p.device, requires_grad=True)
         results: Tensors = _RecomputeSegment.apply(  # type: ignore[no-untyped-call]
             segment, p, trigger, *arguments
@@ -61,7 +61,8 @@ class _SharedSegment:
     def __init__(self, function: Segment, weights: Tensors) -> None:
         self.function = function
         self.weights = weights
-        # The queue of weight gradients stores formulas by this name and by parameter.
+        # The queue of deferred weight gradients stores its formulas by this name. The identity of
+        # the first weight distinguishes segments that share a function.
         self.__name__ = f"{getattr(function, '__name__', 'segment')} {id(weights[0])}"
 
     def __call__(self, p: Arguments, *arguments: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -84,8 +85,9 @@ class _RecomputeSegment(torch.autograd.Function):
         context.drawn = p.random.state
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
-        # The autocast cache now holds 16-bit copies of parameters that were made without autograd.
-        # Later operators must not use them, because their gradients would be lost.
+        # The segment ran without autograd, so the autocast cache contains 16-bit copies of
+        # parameters without autograd history. If later operators used these copies, the parameters'
+        # gradients would be lost.
         torch.clear_autocast_cache()
         context.mark_non_differentiable(*others)
         return flowing + others
@@ -98,8 +100,8 @@ class _RecomputeSegment(torch.autograd.Function):
         arguments = [
             each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors
         ]
-        # The segment must draw the random numbers of its first run. Afterwards the state is
-        # restored, which other micro-batches may have changed.
+        # The segment must draw the random numbers of its first run. The present state, which other
+        # micro-batches may have changed, is stored and restored afterwards.
         meanwhile = p.random.state
         p.random.state = context.drawn
         with (

@@ -116,8 +116,9 @@ class NcclCommunicators:
         paths = rank_pairs_of_channels(channels)
         of_rank = Counter(rank for path in paths for rank in path)
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
-            # A rank divides MAX_P2P_CTAS evenly among its P2P communicators. The two ends may get
-            # different results. Both use the smaller one, so that they have equal limits.
+            # A rank divides MAX_P2P_CTAS, its limit of CUDA thread blocks (CTAs), evenly among its
+            # P2P communicators. The two ranks of a communicator may compute different limits, so
+            # both use the smaller limit.
             fraction = MAX_P2P_CTAS // max(of_rank[rank] for rank in path)
             if (
                 made := self._make_communicator(
@@ -151,8 +152,8 @@ class NcclCommunicators:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=most_ctas > 0)
             set_timeout(options, self._patience)
             options.config.blocking = (
-                # The communicator is blocking, because otherwise `new_group` may return before it
-                # exists.
+                # The value 1 selects a blocking communicator. Otherwise, `new_group` may return
+                # before NCCL has created the communicator.
                 1
             )
             if most_ctas:

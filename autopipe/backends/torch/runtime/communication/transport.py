@@ -59,7 +59,7 @@ from autopipe.backends.torch.torch_interfaces import (
 from autopipe.ir.errors import AutopipeError, LaunchError
 from autopipe.ir.program import HARDWARE_QUEUES, Channel
 
-TensorForm = tuple[torch.dtype, tuple[int, ...]]  # (element type, shape) of a tensor.
+TensorForm = tuple[torch.dtype, tuple[int, ...]]  # The pair (element type, shape) of a tensor.
 
 
 @dataclass(slots=True)
@@ -83,12 +83,14 @@ class PendingRecv:
         """
         if self.work is not None:
             self.work.wait()
-            # The handle is dropped, because a second wait on a handle of gloo would never return.
+            # The handle of the operation is removed, because a second wait on a handle of gloo
+            # would never return.
             self.work = self.sent = None
         if self.reduce == dist.ReduceOp.MAX:
             return self.buffer.amax(0)
         if self.reduce is not None:
-            # All ranks sum in the order of ranks, so that results are equal.
+            # `buffer` contains the tensors of all ranks. Each rank adds them in the order of ranks,
+            # so that the rounded sums are equal on all ranks.
             return self.buffer.sum(0, dtype=self.buffer.dtype)
         return (
             self.buffer
@@ -210,8 +212,8 @@ class RecvBufferPool:
         if self._buffers and self._buffers[0].shape != shape:
             self._buffers.clear()
         for place, buffer in enumerate(self._buffers):
-            # `storage_users` counts two references for a free buffer: the tensor in the pool and
-            # the storage object in this expression.
+            # A buffer of the pool is free if `storage_users` counts two references: the tensor in
+            # the pool and the storage object in this expression.
             if storage_users(buffer.untyped_storage()) == 2:
                 self._buffers.append(self._buffers.pop(place))
                 return buffer.detach()
@@ -316,8 +318,8 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
         return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
     backend = dist.get_backend(group)
     if rows.is_cuda and backend == "gloo":
-        # Gloo's reduce-scatter accepts tensors in host memory only, its all-reduce accepts GPU
-        # tensors too.
+        # Gloo's reduce-scatter accepts tensors in host memory only, but its all-reduce also accepts
+        # GPU tensors. So each rank computes all sums and selects its row.
         sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
     if backend == "nccl":
@@ -372,8 +374,8 @@ class ControlGroup:
         """Return the `data` of all ranks, in the order of ranks. The lengths may differ."""
         if self.world_size == 1:
             return [data]
-        # Only the main thread records its waits in the heartbeat, because the heartbeat states what
-        # the main thread does.
+        # The heartbeat states the activity of the main thread, so waits of other threads are not
+        # recorded in it.
         with (
             self.heartbeat.record_wait()
             if threading.current_thread() is threading.main_thread()
@@ -453,15 +455,15 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        # True if no rank uses a GPU, because `--device` is equal on all ranks. Then the ranks need
-        # not agree on NCCL or gloo.
+        # `--device` is equal on all ranks, so this is True only if no rank uses a GPU. Then the
+        # ranks use gloo and need not agree on NCCL or gloo.
         self._on_cpu = device in ("cpu", "meta")
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []
         """Lines for the user about how ranks exchange tensors."""
-        # Time-out of torch's collectives. The slowest rank may be late both in its start-up and in
-        # a task of a step, so the two time-outs are added. The launcher detects a rank that hangs
-        # earlier.
+        # This is the time-out of torch's collectives. A rank may be late both in its start-up and
+        # in a task of a step, so the two time-outs are added. The launcher applies each time-out
+        # separately, so it detects a rank that hangs earlier.
         self._patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
         self._nccl = NcclCommunicators(self.rank, self.device, self._patience)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -656,8 +658,8 @@ class Transport:
         channel.
         """
         dtype, shape = like
-        # Pinned buffers need no pool here, because torch's allocator reuses pinned memory when
-        # copies from it have ended.
+        # A pinned buffer needs no pool of receive buffers, because torch's allocator reuses pinned
+        # memory when the copies from it have ended.
         if self.staged:
             buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:

@@ -235,8 +235,8 @@ class PrefetchingReader(BatchReader):
         """Read a block and start its copy to the GPU, on the thread."""
         block = self._read_block(step, request)
         if block.device.type == "cpu":
-            # The pinned buffer is not kept: torch reuses its memory only after the copies from it
-            # have ended.
+            # No reference to the pinned buffer is stored, because torch reuses pinned memory only
+            # after the copies from it have ended.
             block = torch.empty(block.shape, dtype=self._dtype_of(request), pin_memory=True).copy_(
                 block
             )

@@ -162,7 +162,8 @@ class BlockingStage(Stage):
         self._order = order
 
     def _ports_to_other_ranks(self, *_: Any, **__: Any) -> list[Any]:
-        # `recv` and `send`, which the generated step calls, find no ports and transfer nothing.
+        # `GlobalOrder` transfers the messages to other ranks. So `recv` and `send`, which the
+        # generated step calls, find no ports here and transfer no message.
         return []
 
     def forward(self, micro_batch: int) -> None:

@@ -224,13 +224,13 @@ def _make_cache_entry(past: InputRange, present: Output, length: int) -> CacheEn
     before = past.value.shape
     behind = present.value.shape
     where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
-    # The batch axis is not compared: micro-batches of the stage that computes `present` may have
-    # another size.
+    # The sizes of the batch axis are not compared, because `present` may come from a stage with
+    # another micro-batch size.
     pairs = enumerate(zip(before, behind, strict=False))
     axes = [axis for axis, pair in pairs if axis != past.batch_axis and pair[0] != pair[1]]
     if len(before) == len(behind) == 4 and not axes:
-        # A cache that is written in place does not grow. Its shape is [batch, heads, tokens,
-        # features].
+        # All sizes are equal if the model writes the cache in place, because the cache does not
+        # grow. Its shape is [batch, heads, tokens, features], so axis 2 counts tokens.
         axes = [2]
     grows = (
         len(before) == len(behind)

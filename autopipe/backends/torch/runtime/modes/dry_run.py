@@ -226,8 +226,8 @@ def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
     """
     tensors = MemoryTracker(device)
     try:
-        # Data and constants are real tensors. They become fake when an operator combines them with
-        # a fake tensor.
+        # Data and constants are real tensors, which `allow_non_fake_inputs` permits. They become
+        # fake when an operator combines them with a fake tensor.
         with FakeTensorMode(allow_non_fake_inputs=True), tensors:
             yield tensors
     except RuntimeError as error:

@@ -142,7 +142,7 @@ class Evaluator:
         self._settings = settings
         self._steps = steps
         # A validation uses the manifest of an inference program, because sources for inference end
-        # with their data. It has no gradient accumulation.
+        # with their data. The default `Training()` disables gradient accumulation.
         self._manifest = replace(rank.manifest, train=False, training=Training())
         self.best: tuple[float, int] | None = None
         """(loss, step) of the lowest validation loss so far: `step` is the index of the last step
@@ -215,8 +215,9 @@ class Evaluator:
         labels = sum(share for _, share in shares)
         if by_label:
             division = rank.manifest.loss_division
-            # The sum of losses and the number of labels are divided by the number of batches,
-            # because the divisor of a batch may have a constant addend.
+            # The divisor of a batch may have a constant addend. So the sum of losses and the number
+            # of labels are first averaged over the batches, and the divisor is computed from the
+            # averages.
             divisor = division.divisor(labels / number)
             loss = division.loss(loss / number / divisor) if divisor else math.nan
         else:
@@ -242,8 +243,9 @@ class Evaluator:
             count = self._manifest.micro_batch_count(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                # If labels are counted, the loss of a micro-batch is a sum over labels, to which
-                # the ignored labels of filler samples add 0.
+                # If the program counts labels, the loss of a micro-batch is a sum over labels.
+                # Filler samples, which complete the last batch, have only ignored labels and add 0
+                # to this sum.
                 if self._rank.manifest.counts_labels:
                     total += float(loss) * stage.loss_share
                 elif weight := source.weight(

@@ -53,8 +53,8 @@ from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import OutputShard, OutputStage
 
-# First tags of the messages with tokens and with logits. They are larger than the tags of channels
-# and of collected outputs.
+# First tags of the gloo messages with tokens and with logits. They are larger than the tags of
+# channels and of collected outputs, so that no two messages share a tag.
 _TOKENS_TAG = 1 << 21
 _LOGITS_TAG = 1 << 22
 _NO_TOKEN = -1
@@ -521,8 +521,9 @@ def choose_tokens(
     )
     below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
-    # Because of rounding, the search may end behind the last token that has a positive probability.
-    # The position is limited to this token.
+    # `places` counts the cumulative sums up to the random number. Because of rounding, it may
+    # exceed the index of the last token with a positive probability, so it is limited to this
+    # index.
     places = places.clamp(max=(probabilities > 0).sum(-1, keepdim=True) - 1)
     return [int(token) for token in order.gather(-1, places)[:, 0]]
 

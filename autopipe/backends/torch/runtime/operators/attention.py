@@ -133,7 +133,8 @@ def attention(
     elif lengths is not None:
         offset = lengths.reshape(-1, 1, 1, 1) - queries + first
     if causal:
-        # -1 would mean no bound after the query; 0 excludes all keys after it.
+        # A causal attention reads no key after the query, so the second number of `window` is 0.
+        # The number -1 would mean no limit.
         window = window[0], 0
     bias = _visibility_mask(query, key, mask, offset, window, lengths)
     if softcap == 0 and precision is None and capture is None and sink is None:
@@ -145,8 +146,8 @@ def attention(
         autocast = torch.get_autocast_dtype(kind) if narrows else None
         softmax = _SoftmaxSettings(scale, softcap, precision, autocast)
         if capture is None:
-            # The operands are converted to autocast's type here, so that they are saved for
-            # backward in this type.
+            # `_StepwiseAttention` saves its operands for backward. They are converted to autocast's
+            # type before the call, so that it saves them in this type.
             operands = (each.to(autocast or each.dtype) for each in (query, key, value))
             result = _StepwiseAttention.apply(  # type: ignore[no-untyped-call]
                 softmax, *operands, bias, sink

@@ -295,7 +295,8 @@ def _apply_mixture(
     of `settings.route`, from which it selects the experts. `operands` are all tensors of the
     experts' layers.
     """
-    # x is converted to autocast's type here, so that it is saved for backward in this type.
+    # `_Experts` saves x for backward. x is converted to autocast's type before the call, so that it
+    # is saved in this type.
     x = x.to(_autocast_type(x) or x.dtype)
     found: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         settings, x, *routing, *operands
@@ -336,7 +337,8 @@ def swiglu(
         if limit < math.inf:
             gates = gates.clamp(max=limit)
             linear = linear.clamp(-limit, limit)
-        # For α = 0, σ(α g) is 1/2. `gated` divides by α, so it gets a tiny value instead of 0.
+        # For α = 0, the factor σ(α g) of the gate is 1/2. `gated` divides by α, so a tiny α
+        # replaces 0.
         return gated(gates, linear + beta if beta else linear, "silu", alpha or 1e-6)
 
     return function

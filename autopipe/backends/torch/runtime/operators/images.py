@@ -150,9 +150,9 @@ def deform_conv(
         kh, kw, oh, ow
     ).reshape(taps, oh, ow)
     images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
-    # `grid_sample` divides positions by the distance of the first and the last pixel. To an image
-    # with one row or one column, a second row or column of zeros is added, because this distance
-    # would be 0.
+    # `grid_sample` divides positions by the distance between the first and the last pixel, which is
+    # 0 if there is one row or one column. Such an image is padded with a second row or column of
+    # zeros.
     images = F.pad(images, (0, int(width == 1), 0, int(height == 1)))
     height, width = images.shape[2:]
     grid = torch.stack((2 * columns / (width - 1) - 1, 2 * rows / (height - 1) - 1), dim=-1)
@@ -226,7 +226,8 @@ def max_pool_with_indices(
     largest, places = windows.max(-1)
     spatial = range(2, x.dim())
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-    distance = 1  # Distance, in flattened indices, of neighbours along the current axis.
+    # `distance` is the difference between the flattened indices of two neighbours along `axis`.
+    distance = 1
     for axis in (*(spatial if order else reversed(spatial)), 1, 0):
         index += broadcast_along(
             torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim()
@@ -253,7 +254,8 @@ ResizedAxis = tuple[int, int, float, float, float]
 """(axis, size of the result, scale, start, end) of an axis that is resized. For tf_crop_and_resize,
 start and end limit the range of x that is read, as fractions of the axis.
 """
-# ONNX's mode `ceil` is not listed, because lookups return torch.ceil by default.
+# `_ROUNDING_FUNCTIONS` does not contain ONNX's mode `ceil`, because each lookup returns torch.ceil
+# by default.
 _ROUNDING_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "round_prefer_floor": lambda places: torch.ceil(places - 0.5),
     "round_prefer_ceil": lambda places: torch.floor(places + 0.5),
@@ -386,8 +388,8 @@ def roi_align(
     extents = (ends - starts).clamp(min=-math.inf if half_pixel else 1.0)
     if samples:
         return _align_regions(images, starts, extents, owners, size, (samples, samples), largest)
-    # The numbers of samples depend on the regions, so they are copied to the host, once for all
-    # regions.
+    # Without a fixed `samples`, the number of samples depends on the size of each region. The host
+    # needs these numbers, so they are copied once for all regions.
     counts = (
         torch.stack([extents[:, axis] / size[axis] for axis in range(2)], 1)
         .ceil()
@@ -428,8 +430,8 @@ def _align_regions(
     )
     inside = (is_in_y[:, :, None] & is_in_x[:, None, :]).to(images.dtype)
     parts = [
-        # A slice between advanced indices becomes the last dimension of the result: [n, rows,
-        # columns, channels].
+        # In torch, the slice between advanced indices becomes the last dimension of the result, so
+        # its shape is [n, rows, columns, channels].
         images[owners[:, None, None], :, y[:, :, None], x[:, None, :]]
         * (wy[:, :, None] * wx[:, None, :] * inside).unsqueeze(3)
         for y, wy in rows
@@ -482,7 +484,8 @@ def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scal
         inside = (places >= (bins[:-1].floor() + start)[..., None]) & (
             places < (bins[1:].ceil() + start)[..., None]
         )
-        # Shape in which the mask of one bin broadcasts: regions, and pixels of the axis.
+        # In this shape, the mask of one bin broadcasts over images and channels: one entry per
+        # region and per pixel of the axis.
         shape = [-1, 1, *([1] * (axis - 2)), len(places), *([1] * (3 - axis))]
         pooled = torch.stack(
             [pooled.masked_fill(~each.view(shape), -math.inf).amax(axis) for each in inside], axis
@@ -509,7 +512,7 @@ def suppressed(
 
     The numbers of a box are two opposite corners if `corners`, otherwise its center and its sizes.
     """
-    # Four coordinates of each box: [4, images, 1, boxes].
+    # `places` contains the four coordinates of each box. Its shape is [4, images, 1, boxes].
     places = boxes.detach().float().movedim(2, 0)[:, :, None]
     one, two = places.split(2)
     low, high = (
@@ -633,5 +636,6 @@ def mel_weights(
     weights = torch.minimum(
         (rows - lower) / (centres - lower), (upper - rows) / (upper - centres)
     ).clamp(min=0)
-    # The peaks are set to 1, because the division gives NaN there if a side has width 0.
+    # The weight at the centre of each triangle is set to 1, because the division results in NaN at
+    # the centre if a side of the triangle has width 0.
     return weights.scatter(0, centres.long()[None], 1.0).to(dtype)

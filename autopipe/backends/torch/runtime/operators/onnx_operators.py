@@ -536,7 +536,8 @@ def dropout_and_mask(
         scale = torch.where(ratio < 1, 1 / (1 - ratio), 0).to(data.dtype)
         kept = stream.draw(data.shape, lambda words: as_unsigned(words) >= threshold, torch.bool)
     else:
-        # 2³¹ is subtracted from both sides, so that they can be compared as signed integers.
+        # The random words are unsigned 32-bit numbers, stored as signed integers. 2³¹ is subtracted
+        # from the words and the threshold, so that a signed comparison orders them correctly.
         signed = round(ratio * _VALUES_PER_WORD) + _MIN_INT32
         scale = 1 / (1 - ratio) if ratio < 1 else 0.0
         if signed > _MAX_INT32:

@@ -38,7 +38,8 @@ Arguments: the contribution of the step's input to all gates, the states before 
 outputs of all units before the step. Result: the states after the step, of which the first is the
 output.
 """
-# Function that returns the cell of a direction. Arguments: index of the direction, its activations.
+# Function that returns the cell of a direction. A cell computes one time step. Arguments: index of
+# the direction, its activations.
 CellFactory = Callable[[int, list[Activation]], Cell]
 
 
@@ -175,8 +176,8 @@ class RecurrentLayer:
         order.
         """
         backward = self.direction == "reverse"
-        # Kernels require contiguous tensors of one type, the type of the weights. Under autocast,
-        # the operands may have another type.
+        # Torch's kernels require contiguous tensors of one type. Under autocast, the operands may
+        # have another type than the weights, so they are converted to the weights' type.
         x = (self.x.flip(0) if backward else self.x).to(self.weight.dtype).contiguous()
         states = tuple(state.to(self.weight.dtype).contiguous() for state in self.states)
         start = states if len(states) > 1 else states[0]
@@ -191,8 +192,8 @@ class RecurrentLayer:
                     torch.cat([each.chunk(len(order))[gate] for gate in order]) for each in tensors
                 ]
             weights += tensors
-        # Arguments of the kernel: has biases, number of layers, dropout, is training, is
-        # bidirectional, has the batch first.
+        # `settings` are arguments of the kernel: has biases, number of layers, dropout, is
+        # training, is bidirectional, has the batch first.
         settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
         with _disable_unsupported_autocast(x):
             y, *finals = kernel(x, start, weights, *settings)

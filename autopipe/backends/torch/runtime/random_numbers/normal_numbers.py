@@ -89,11 +89,13 @@ def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
     """
     if device in _TABLES_BY_DEVICE:
         return _TABLES_BY_DEVICE[device]
-    # The copies are blocking, because work on another stream may read the table next.
+    # The copies to the device are blocking. Otherwise, work on another stream could read the tables
+    # before the copies have ended.
     host_intercepts, host_slopes = _interpolation_tables()
     intercepts = torch.from_numpy(host_intercepts).to(device)
     slopes = torch.from_numpy(host_slopes).to(device)
-    # A fake tensor is not cached, because later calls may need values.
+    # Fake tensors have no values. They are not cached, because later calls may need the values of
+    # the tables.
     if type(intercepts) is Tensor:
         _TABLES_BY_DEVICE[device] = intercepts, slopes
     return intercepts, slopes
@@ -169,7 +171,8 @@ def _portable_log(values: Doubles) -> Doubles:
     """
     bits = values.view(np.int64)
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
-    mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)  # Mantissas are in [√½, √2).
+    # The mantissas are in [√½, √2), so that s is near 0, where the polynomial is exact enough.
+    mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)
     s = (mantissas - 1.0) / (mantissas + 1.0)
     return 2.0 * s * _polynomial(s * s, _ARTANH_COEFFICIENTS) + exponents * _LN_2
 

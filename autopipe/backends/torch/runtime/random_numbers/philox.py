@@ -81,14 +81,15 @@ def philox_4x32(counter: CounterBlock, key: Key) -> CounterBlock:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for number in range(_ROUNDS):
-        # A product of two 32-bit words may overflow int64, but its 64 bits are correct, and only
-        # the bits are used.
+        # A product of two 32-bit words may overflow int64. Its 64 bits are correct nevertheless,
+        # and later operations use only the bits.
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         if number:
             k0 = (k0 + _KEY_STEPS[0]) & LOW_32_BITS
             k1 = (k1 + _KEY_STEPS[1]) & LOW_32_BITS
-        # c1 and c3 also contain the high halves of the products, which later masks remove.
+        # c1 and c3 become full 64-bit products, although only their low halves count. The masks in
+        # the next round and in the result remove the high halves.
         c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW_32_BITS)
         c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW_32_BITS)
         c1 = product1

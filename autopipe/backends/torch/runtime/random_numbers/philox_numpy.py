@@ -47,8 +47,8 @@ def draw_words_by_numpy(
         np.multiply(c2, _MULTIPLIERS[1], out=product1)
         _mix_words(product1, c1, key0, c0)
         _mix_words(product0, c3, key1, c2)
-        # The products become the next c1 and c3. They include high halves, which the mask in later
-        # rounds and the cast at the end remove.
+        # The full 64-bit products become the next c1 and c3, although only their low halves count.
+        # The mask in the next round or the cast at the end removes the high halves.
         c1, product1 = product1, c1
         c3, product0 = product0, c3
         key0 = (key0 + _KEY_STEPS[0]) & 0xFFFFFFFF

@@ -79,8 +79,8 @@ def contiguous_runs(shape: tuple[int, ...], box: TensorSlice) -> ContiguousRuns:
     stride = 1
     outer: list[tuple[int, int]] = []
     for size, start, stop in reversed(list(zip(shape, box.starts, box.stops, strict=True))):
-        # The slice contains all dimensions further inside completely, so a run extends over this
-        # dimension too.
+        # `length` equals `stride` if the slice contains all inner dimensions completely. Then a
+        # contiguous run extends over this dimension as well.
         if length == stride:
             length *= stop - start
         else:

@@ -316,8 +316,8 @@ class Checkpointer:
             else:
                 future.set_result(None)
 
-        # The interpreter does not wait for a daemon thread at exit. So a rank that fails does not
-        # wait for ranks that have ended.
+        # The interpreter does not wait for a daemon thread at exit. So a rank that fails can end,
+        # even if this thread waits for ranks that have ended.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def delay_update_until_copied(self) -> None:
@@ -457,8 +457,8 @@ class Checkpointer:
                     files.checkpoint_path(self._folder, step) / files.MANIFEST_FILE
                 ).read_bytes()
             except OSError:
-                # No error is raised here, because `read_checkpoint` raises one for a missing
-                # manifest.
+                # A missing manifest counts as empty text. No error is raised here, because
+                # `read_checkpoint` raises an error for it.
                 text = b""
             return step, hashlib.sha256(text).hexdigest()
 

@@ -110,8 +110,8 @@ def load_second_program(rank: RankContext, folder: Path) -> tuple[RankContext, C
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # The stage modules of both programs have equal names, so those of the first program are removed
-    # from `sys.modules` meanwhile.
+    # The stage modules of both programs have equal names. So the modules of the first program are
+    # removed from `sys.modules` while the second program is loaded.
     own = {
         name: sys.modules.pop(name)
         for name in tuple(sys.modules)

@@ -194,7 +194,8 @@ def read_block(
     numbers = tensor_from_array(block, dtype.value)
     if not isinstance(storage, FoldedSlice) or not storage.form:
         return numbers
-    # Instead of the parameter p, the exporter stored exp(p) or -exp(p), which the model computes.
+    # If `storage.form` is set, the file contains exp(p) or -exp(p), which the model computes from
+    # the parameter p. So p is the logarithm of the number or of its negative.
     return (-numbers if storage.form == "log of the negative" else numbers).log()
 
 

@@ -154,8 +154,8 @@ class CaptureResources:
         after the block.
         """
         torch.cuda.synchronize()
-        # A capture that ends with an error leaves the capturing stream current. The stream context
-        # restores the former stream.
+        # A capture that ends with an error does not restore the current stream. The stream context
+        # restores it.
         with torch.cuda.stream(self.stream):
             try:
                 yield
@@ -175,8 +175,8 @@ class CaptureResources:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # With the mode `thread_local`, other threads may use CUDA meanwhile, for example to
-            # copy data.
+            # With the mode `thread_local`, other threads may call CUDA during the capture, for
+            # example to copy data. By default, their calls would be errors.
             with torch.cuda.graph(
                 graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
@@ -254,22 +254,22 @@ class StageGraphs:
             grown = torch.cuda.memory_reserved() - before
             found = [name for name, alias in aliases.items() if alias.grad is not None]
             self._trained = [self._stage.parameters[name] for name in found]
-            # Gradients of parameters do not count as memory of a slot, because all slots add to the
-            # same gradients.
+            # A slot is the static memory of one micro-batch in flight. Gradients of parameters are
+            # not part of it, because all slots add to the same gradients.
             slot_bytes = max(0, grown - sum(each.nbytes for each in self._trained))
             for name in aliases:
                 aliases[name].grad = None
             torch.cuda.empty_cache()
-            # Eager passes also need memory, about as much as one slot: in a validation, or when all
-            # slots are in use.
+            # One slot is added for eager passes, which need about as much memory. They run in a
+            # validation, or when all slots are in use.
             gradients = self._resources.gradients
             self._resources.check_free_memory(
                 (slots + 1) * slot_bytes + gradients.missing_bytes(self._trained)
             )
             for name in found:
                 aliases[name].grad = gradients.gradient_of(self._stage.parameters[name])
-            # The second warm-up adds to existing gradients, for which it uses other kernels than
-            # the first. They must be loaded before the capture.
+            # The second warm-up adds to existing gradients, which requires other kernels than the
+            # first warm-up. CUDA must load these kernels before the capture.
             self._warm_up()
             self.free += [GraphSlot(self._stage, self._resources, self) for _ in range(slots)]
 
@@ -382,7 +382,8 @@ class _CapturedPass:
         """Run the backward, without the deferred gradients of parameters."""
         if self.seeds:
             run_backward(self.edges, self.seeds)
-        # The backward of recomputed segments also defers gradients; they are collected here.
+        # The backward of recomputed segments adds deferred gradients to the queue `weight_grads`.
+        # They are collected here, so that `run_weight_gradients` computes them.
         self.waiting += self.stage.p.weight_grads.take()
 
     def run_weight_gradients(self) -> None:

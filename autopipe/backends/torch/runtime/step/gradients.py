@@ -82,7 +82,8 @@ class ReducedBucket:
         ]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
-            # `row` now has a copy of the gradient. `finish` sets the sum as the gradient.
+            # `row` contains a copy of the gradient, so the original is released. `finish` sets the
+            # sum as the gradient.
             parameter.grad = None
         self.pending = self._transport.start_all_reduce(row, self.bucket.ranks)
 
@@ -167,7 +168,8 @@ class ShardedBucket(ReducedBucket):
         for parameter, place in zip(self.parameters, self._parameter_views(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
-                # `gradients`, the tensor that is reduced, now has a copy of the gradient.
+                # `gradients`, the tensor that is reduced, contains a copy of the gradient, so the
+                # original is released.
                 parameter.grad = None
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 

@@ -131,7 +131,8 @@ def make_optimizer(
     if not groups:
         return None
     forms = [each.as_torch_group(settings["lr"]) for each in groups]
-    # On GPUs, one fused kernel updates many tensors. On CPUs, None lets torch choose.
+    # On GPUs, one fused kernel updates many tensors. On CPUs, `fused` is None, so that torch
+    # chooses the implementation.
     fused = (
         True
         if all(_has_fused_kernel(tensor) for each in groups for tensor in each.tensors)
@@ -274,8 +275,8 @@ def update_weight_average(optimizer: torch.optim.Optimizer, decay: float) -> Non
             averages.append(state[AVERAGE_STATE])
             weights.append(tensor.detach())
         elif state or isinstance(optimizer, torch.optim.SGD):
-            # Other optimizers initialise their own state only if the state is empty. So the average
-            # is not added before their first update of the tensor.
+            # Optimizers other than SGD initialise their state of a tensor only if it is empty. So
+            # the average is added to the state only after their first update of the tensor.
             state[AVERAGE_STATE] = tensor.detach().clone()
     if averages:
         foreach_lerp_(averages, weights, 1.0 - decay)

@@ -76,8 +76,8 @@ def set_matmul_precision(precision: str, exact: bool = False) -> None:
     tf32 = precision == "tf32" and not exact
     cublas: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    # The newer setting `fp32_precision` of torch 2.9 is not used: after its use, torch.export fails
-    # to read the settings used here.
+    # The newer setting `fp32_precision` of torch 2.9 is not used, because torch.export fails to
+    # read `allow_tf32` after its use.
     cublas.allow_tf32 = cudnn.allow_tf32 = tf32
     if exact:
         cublas.allow_bf16_reduced_precision_reduction = (
@@ -140,8 +140,8 @@ class LossScaler:
             if not self._overflow.item():
                 optimizer.step()
             return
-        # The momentum buffers are created here, because torch's fused SGD leaves them uninitialised
-        # if it skips its first step.
+        # Torch's fused SGD does not initialise the momentum buffers if it skips its first step
+        # because of an overflow. So the buffers are created here, with zeros.
         for group in groups:
             if group.get("momentum"):
                 for parameter in group["params"]:

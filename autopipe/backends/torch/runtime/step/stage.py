@@ -204,7 +204,7 @@ class RankContext:
         = 0.
         """
         batch = self.manifest.batch_size
-        # A validation applies weights of its own (`ValidationSource`).
+        # In a validation, `ValidationSource` weights the samples itself, so this factor is 1.
         if self.step_samples == batch or self.evaluated is not None:
             return 1.0
         size = self.manifest.micro_batch_size_at(stage)
@@ -340,8 +340,8 @@ class Stage:
             int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment
         )
         """For each parameter index, the number of recomputed segments that read the parameter."""
-        # In the next three maps, keys are (micro-batch, is gradient) and inner keys are channel
-        # numbers.
+        # Keys of `_arriving`, `_leaving` and `_local` are (micro-batch, is gradient); keys of their
+        # inner maps are channel numbers.
         self._arriving = defaultdict[tuple[int, bool], dict[int, PendingRecv]](dict)
         """Receives from other ranks that have been posted."""
         self._leaving = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
@@ -653,9 +653,9 @@ class Stage:
         target = self._rank.stages[port.stage]
         message = self._slices[port.channel].message(micro_batch)
         arrives = target._local[target._slices[port.channel].micro_batch(message), gradient]
-        # An argument is copied, because requires_grad is set on it and because two stages may read
-        # the tensor. The copy is contiguous like a received tensor, because a compiled stage
-        # accepts one memory layout only.
+        # An activation is copied, because the target stage sets `requires_grad` on it and because
+        # two stages may read the tensor. The copy is contiguous like a received tensor, because a
+        # compiled stage accepts one memory layout only.
         arrives[port.channel] = (
             piece if gradient else piece.clone(memory_format=torch.contiguous_format)
         )
@@ -667,8 +667,8 @@ class Stage:
         if not self._rank.training:
             return
         last = self._begins_last_micro_batch()
-        # Hooks of autograd start the reduction of gradients. The replay of a CUDA graph runs no
-        # hooks, and deferred gradients are not complete when the hooks run.
+        # Autograd's hooks can start the reduction only if they run when gradients are complete. The
+        # replay of a CUDA graph runs no hooks, and deferred gradients are computed after the hooks.
         if (
             last
             and not self.p.weight_grads.used
@@ -750,7 +750,8 @@ class Stage:
         if seeds:
             run_backward(saved.edges, seeds)
             self._copy_shared_gradients(seeds.values(), saved.inputs)
-        # The backward of recomputed segments also defers gradients; they are collected here.
+        # The backward of recomputed segments adds deferred gradients to the queue `weight_grads`.
+        # They are collected here, so that they are computed with the others of this pass.
         saved.waiting += self.p.weight_grads.take()
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -796,8 +797,8 @@ class Stage:
             if self._rank.loss_scaler is not None:
                 seed.mul_(self._rank.loss_scaler.scale)
             incoming[self._loss.result].append((seed, None))
-        # All ranks of the stage must take part in the collectives of the backward. So a rank that
-        # receives no gradient of a result starts from zeros.
+        # If the stage has several ranks, all of them must run the collectives of the backward. So a
+        # rank that receives no gradient of a result uses zeros instead.
         wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)
         return {
             index: _assemble_pieces(
@@ -817,7 +818,7 @@ class Stage:
         if self.graphs is not None:
             self.graphs.end_step()
 
-    # Names of the previous release. Programs that it generated call them.
+    # These are method names of the previous release. Programs that it generated call them.
 
     def receive(self, micro_batch: int, source: int | None = None, part: int | None = None) -> None:
         """Old name of `recv`."""

@@ -249,8 +249,8 @@ class WeightGradQueue:
         self._waiting.append(waits)
         if result.grad_fn is not None:
             result.grad_fn.register_prehook(waits.arrived.append)
-        # No operand requires a gradient, but the gradient of the weight needs the gradient of the
-        # result.
+        # No operand requires a gradient, so `result` has no backward. A hook of `result` stores its
+        # gradient, because the gradient of the weight depends on it.
         else:
             result.requires_grad_(True).register_post_accumulate_grad_hook(waits.store_gradient)
         return result

@@ -93,8 +93,9 @@ class StepTimes:
         """
         if not isinstance(self._end, float):
             self._end.synchronize()
-            # `began` is the host's time. The device may begin the step long after the host, so the
-            # start is corrected from the start of the previous step.
+            # `began` is the time at which the host launched the step. The device may begin the step
+            # long after, so the start is corrected by the device time since the start of the
+            # previous step.
             if self._previous is not None:
                 since = seconds_between(self._previous.begin, self.begin)
                 self.began = max(self.began, self._previous.began + since)
