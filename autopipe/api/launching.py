@@ -184,7 +184,8 @@ class Launch:
         if self.profiled is not None:
             self.profiled.check(steps)
         ranks = local_ranks(self.manifest, self.config)[1]
-        # The notes are printed only now, so that no notes precede an error in the settings.
+        # The notes are printed after all checks of the settings, so that no note precedes an error
+        # in the settings.
         for line in (*notes, placement_note(self.settings.device, ranks)):
             self.events.note(line)
         if self.manifest.train:
@@ -262,7 +263,8 @@ class Launch:
             run=None
             if self.settings.checkpoint is None or self.settings.resume
             else run_name(config),
-            # A rank that is restarted resumes from the newest checkpoint.
+            # With `resume`, a rank that is restarted with these arguments continues from the newest
+            # checkpoint.
             resume=self.settings.checkpoint is not None,
             trace=self.settings.trace and scratch / "spans",
             **({} if self.profiled is None else self.profiled.arguments(scratch / "profile")),

@@ -173,7 +173,8 @@ def open_view(path: Path, model: Path | None = None) -> PlanView | BlockView:
             start = file.read(64).lstrip()[:1]
     except OSError as error:
         raise ConfigurationError(f"the file {path} cannot be read: {error.strerror}") from error
-    # A file that is not JSON is of another kind, for example an ONNX model.
+    # A file that does not start like JSON is neither a plan nor a schedule. It may be an ONNX
+    # model, for example.
     if start != b"{":
         hint = "create a plan with autopipe plan, or a schedule with autopipe schedule -o FILE"
         raise ConfigurationError(f"{path} is neither a plan folder nor a schedule of blocks", hint)

@@ -619,7 +619,7 @@ def write_shard(path: Path, contents: Sequence[TensorContent]) -> tuple[StoredFi
     offsets): the description of the file, and the byte offset of each tensor by its key. Raise
     LaunchError if the file cannot be written.
     """
-    # Tensors with larger element types come first, so that the offset of each tensor is a
+    # Tensors with larger element types are written first. Then the offset of each tensor is a
     # multiple of its element size.
     ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)
     header, offsets, size = safetensors_header(

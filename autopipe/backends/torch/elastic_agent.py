@@ -286,8 +286,8 @@ class RankAgent(LocalElasticAgent):
         watchdog.
         """
         # Torch 2.13 uses one store for all attempts, in which gloo would find the addresses of the
-        # previous attempt's ranks. A random token therefore identifies the attempt. The number of
-        # restarts cannot serve as this token, because it can differ between nodes.
+        # previous attempt's ranks. So a random token identifies the attempt. The number of restarts
+        # is not suitable, because it can differ between nodes.
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
             store.set(ATTEMPT_VARIABLE, uuid.uuid4().hex)
@@ -489,8 +489,8 @@ def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failu
             (line for line in reversed(lines) if line.strip()),
             f"ended with exit code {failure.exitcode}",
         )
-    # After a failure, elastic stops the remaining ranks with SIGTERM. So a rank that SIGTERM has
-    # ended is a consequence of another rank's failure.
+    # After a failure, elastic stops the remaining ranks with SIGTERM. So the end of a rank by
+    # SIGTERM is a consequence of another rank's failure.
     stopped = name == "SIGTERM"
     code = LaunchError.exit_code
     return Failure(

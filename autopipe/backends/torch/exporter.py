@@ -89,7 +89,8 @@ class _ModuleWithLoss(nn.Module):
         found = self.module(*tensors[:count], **named)
         if loss is not None:
             return loss(getattr(found, "logits", found), labels)
-        # A model of the package transformers returns its loss if it is called with labels.
+        # A model of the package transformers returns its loss if it is called with labels. This
+        # loss is then the result.
         return found if getattr(found, "loss", None) is None else found.loss
 
 

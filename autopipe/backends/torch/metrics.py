@@ -138,8 +138,9 @@ class TensorBoard:
         step = record["step"]
         if self._writer is None or step < self._last:
             self.close()
-            # `purge_step` lets TensorBoard hide the events that were written for these steps before
-            # a restart.
+            # A step number below the last number means that the run was restarted. With
+            # `purge_step`, TensorBoard hides the events that were written for this step and later
+            # steps before the restart.
             module: Any = import_module("torch.utils.tensorboard")
             self._writer = module.SummaryWriter(
                 str(self.path), purge_step=step, flush_secs=_FLUSH_INTERVAL_S

@@ -356,7 +356,8 @@ def _agree_on_run_name(store: Store, place: RendezvousConfig) -> str:
     """
     signer = Signer(place.key, place.name)
     mine = signer.sign(_RUN_KEY, secrets.token_hex(16).encode())
-    # `compare_set` supports text only, so the bytes are hexadecimal.
+    # `compare_set` of the store supports text only, so the signed bytes are converted to
+    # hexadecimal digits.
     found = store.compare_set(_RUN_KEY, "", mine.hex())
     try:
         return signer.verified_value(_RUN_KEY, _decode_hex(found)).decode()

@@ -252,9 +252,11 @@ def abandon_capture(pool: Any) -> None:
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        # An error means that the capture has ended normally. Its graph then releases the pool.
+        # An error of `_cuda_endAllocateToPool` means that the capture has ended normally. The graph
+        # of the capture then releases the pool.
         return
-    # Errors of the clean-up are suppressed, because the error of the capture is more informative.
+    # Errors of the release are suppressed, because the error of the capture, which the caller
+    # raises, is more informative.
     with suppress(RuntimeError):
         torch._C._cuda_releasePool(device, pool)
         generator = torch.cuda.default_generators[device]

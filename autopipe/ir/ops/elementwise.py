@@ -451,8 +451,8 @@ REGIONS = (
         static=(2,),
         differentiable=False,
     ),
-    # autopipe's operator returns, per image and class, the indices of the selected boxes, padded
-    # with -1 to a fixed number.
+    # The results of this operator have fixed shapes, unlike ONNX's NonMaxSuppression: per image and
+    # class, the indices of the selected boxes, padded with -1.
     Operator(
         "autopipe.NonMaxSuppression",
         space_from_notation("b 1 1, b c 1 -> b c 1"),

@@ -595,7 +595,7 @@ RECURRENT = tuple(
     for name, gates, weights in (
         ("RNN", 1, (1, 2, 3)),
         ("GRU", 3, (1, 2, 3)),
-        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 contains the peephole weights.
+        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 of an LSTM contains its peephole weights.
     )
 )
 

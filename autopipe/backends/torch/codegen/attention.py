@@ -30,7 +30,7 @@ def _emit_attention(call: Call) -> str:
     else:
         groups = call.local_count(node.integer("kv_num_heads"), "h")
         query_heads = call.local_count(call.local_count(node.integer("q_num_heads"), "h"), "r")
-    # Reshape the operands to [batch, heads, sequence, features].
+    # The generated code reshapes the operands to [batch, heads, sequence, features].
     words = [call.arg(index) for index in range(3)]
     if not by_head:
         words = [

@@ -571,7 +571,7 @@ def _emit_dropout(call: Call) -> str:
     data = call.arg(0)
     both = len(call.results) > 1
     mask = call.results[1] if both else None
-    # The ratio is an attribute before opset 12, an operand from opset 12 on.
+    # The ratio of Dropout is an attribute before opset 12, and an operand from opset 12 on.
     stated = call.opset < 12 or not call.present(1)
     ratio = call.float_attribute("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
     if not may_drop_elements(call) or ratio == "0.0":

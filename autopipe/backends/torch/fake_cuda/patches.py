@@ -202,7 +202,8 @@ def install_replacements() -> None:
     for name, stand_in in _CUDA_REPLACEMENTS.items():
         setattr(torch.cuda, name, stand_in)
     F.scaled_dot_product_attention = _attention_by_gpu_kernel
-    # Torch has no implementation for fake tensors of this fused optimizer update, which modifies
-    # its operands in place and has no result.
+    # Torch lacks an implementation of this fused optimizer update for fake tensors. A function
+    # without effect suffices, because the update modifies its operands in place and returns no
+    # result.
     torch.library.register_fake("aten::_fused_sgd_", _do_nothing)
     stop_device_initialisation()

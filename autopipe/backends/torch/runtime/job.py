@@ -74,8 +74,8 @@ def parse_endpoint(text: str) -> Endpoint:
             hint=hint,
             where=where,
         )
-    # Connecting a UDP socket makes the system choose the local address of the route. It sends no
-    # packet.
+    # The connection of a UDP socket sends no packet. It only makes the system choose the local
+    # address of the route to the host.
     with socket.socket(socket_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, int(digits)))
@@ -219,7 +219,8 @@ def _job_from_pet_variables(environment: Mapping[str, str]) -> ManagedJob:
         environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}"))
         for name in ("ADDR", "PORT")
     )
-    # PET_NPROC_PER_NODE may also be `auto` or `gpu`. The number of ranks is then unknown.
+    # PET_NPROC_PER_NODE may also be a word such as `auto` or `gpu`. The number of ranks is unknown
+    # in this case.
     ranks = environment.get("PET_NPROC_PER_NODE", "")
     return ManagedJob(
         "Kubernetes",
@@ -271,9 +272,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1"))
         and "MASTER_ADDR" in world
     ):
-        # By default gloo listens on the address of the hostname, which is often the loopback
-        # address. So the interface towards the rendezvous is set; if it is unknown, torch chooses
-        # an interface.
+        # By default, gloo listens on the address of the hostname, which is often the loopback
+        # address. So the variables select the interface towards the rendezvous. If this interface
+        # is unknown, torch chooses one.
         with contextlib.suppress(ConfigurationError):
             endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
             found |= interface_variables(world, lambda: parse_endpoint(endpoint).own)

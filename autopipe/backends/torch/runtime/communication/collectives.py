@@ -289,11 +289,13 @@ class Group:
         outgoing = [len(parts[position]) for position in self._places]
         incoming = [sizes[position] for position in self._places]
         backend = dist.get_backend(self._process_group)
-        # In a dry run, the backend is torch's `fake`, which rejects a size of 0.
+        # A dry run uses torch's backend `fake`, which rejects a size of 0. So the call is omitted,
+        # and the result is zeros.
         if backend == "fake":
             received.zero_()
         else:
-            # Gloo's all-to-all accepts tensors in host memory only.
+            # Gloo's all-to-all accepts tensors in host memory only, so tensors on a GPU are copied
+            # to the host.
             device = "cpu" if backend == "gloo" else sent.device
             arrives = received.to(device)
             with self._waiting():

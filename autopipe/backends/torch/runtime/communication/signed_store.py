@@ -12,8 +12,8 @@ from datetime import timedelta
 from autopipe.backends.torch.torch_interfaces import Store
 from autopipe.ir.errors import LaunchError
 
-# Name of the environment variable that holds the signing key, in hexadecimal. The launcher sets it
-# for its ranks.
+# Name of the environment variable with the signing key, in hexadecimal. The launcher sets the
+# variable for its ranks.
 KEY_VARIABLE = "AUTOPIPE_STORE_KEY"
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 

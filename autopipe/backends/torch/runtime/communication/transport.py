@@ -119,8 +119,8 @@ class PendingSend:
         with self._lock:
             if self.work is not None:
                 self.work.wait()
-                # The handle is dropped, because a second wait on a handle of gloo would never
-                # return.
+                # The handle of the operation is removed, because a second wait on a handle of gloo
+                # would never return.
                 self.work = None
             self.tensor = None
 

@@ -182,8 +182,8 @@ class ArrowTable(StoredArrays):
         types = self._pyarrow.types
         rows = len(chunk)
         if isinstance(chunk, self._pyarrow.ExtensionArray):
-            # `datasets` stores arrays with two or more dimensions as extension types; `storage` has
-            # nested lists.
+            # The package `datasets` stores arrays with two or more dimensions as extension types.
+            # The attribute `storage` of such a chunk contains the values as nested lists.
             chunk = chunk.storage
         lengths = np.ones(rows, np.int64)
         while (

@@ -27,7 +27,7 @@ from autopipe.ir.output_files import add_path_to_errors, follow_links, move_into
 from autopipe.ir.program import Output, OutputShard, OutputStage
 
 # First tag of gloo messages with outputs. It is larger than the tags of all channels, so that no
-# two messages share a tag.
+# output uses the tag of a channel.
 _OUTPUT_TAG = 1 << 20
 _HEADER_BYTES = 256
 """Bytes that are reserved at the start of a `.npy` file for its header. The header is written at

@@ -93,10 +93,10 @@ def global_event_order(
     for rank, tasks in enumerate(lists):
         for stage in {task.stage for task in tasks}:
             ranks[stage].append(rank)
-    # Keys of both maps are (stage, is gradient). An entry of `needs` says which tasks a task of the
-    # stage must wait for: (slice of the stage's micro-batches, stage that sends to it, slice of
-    # that stage's micro-batches). An entry of `leaving` is a channel from the stage to another
-    # rank, and the slice of the stage's micro-batches that use it.
+    # Keys of both maps are (stage, is gradient). `needs` lists the tasks that must precede: (slice
+    # of the stage's micro-batches, stage that sends to it, slice of the sender's micro-batches).
+    # `leaving` lists the channels to other ranks, each with the slice of the stage's micro-batches
+    # that use it.
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
     leaving = defaultdict[tuple[int, bool], list[tuple[StageChannel, MicroBatchSlice]]](list)
     for end in ends:

@@ -160,8 +160,8 @@ class DryExecution(Execution):
         return DryReporter(rank, rank.transport, self._tracker)
 
     def on_optimizer(self, update: ParameterUpdate) -> None:
-        # A dry run reports the peak memory of its only step, which must include the optimizer's
-        # state.
+        # A dry run runs a single step. Its peak memory must equal the peak of later steps, in which
+        # the optimizer's state exists from the start, so the state is allocated here.
         update.make_optimizer_state()
 
 

@@ -54,7 +54,7 @@ from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import OutputShard, OutputStage
 
 # First tags of the gloo messages with tokens and with logits. They are larger than the tags of
-# channels and of collected outputs, so that no two messages share a tag.
+# channels and of collected outputs, so that all these tags differ.
 _TOKENS_TAG = 1 << 21
 _LOGITS_TAG = 1 << 22
 _NO_TOKEN = -1

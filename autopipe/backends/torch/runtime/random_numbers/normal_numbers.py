@@ -171,7 +171,7 @@ def _portable_log(values: Doubles) -> Doubles:
     """
     bits = values.view(np.int64)
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
-    # The mantissas are in [√½, √2), so that s is near 0, where the polynomial is exact enough.
+    # The mantissas are in [√½, √2), so that s is near 0 and a short polynomial suffices.
     mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)
     s = (mantissas - 1.0) / (mantissas + 1.0)
     return 2.0 * s * _polynomial(s * s, _ARTANH_COEFFICIENTS) + exponents * _LN_2

@@ -110,8 +110,8 @@ class RunningStatistics:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         own_mean = torch.zeros_like(mean)
         own_variance = torch.zeros_like(variance)
-        # With momentum 1, torch stores the batch's mean and its unbiased variance in the second and
-        # third argument.
+        # With momentum 1, the running mean and variance in `own_mean` and `own_variance` become the
+        # mean and the unbiased variance of this batch.
         y = F.batch_norm(
             x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon
         )
@@ -247,8 +247,8 @@ def update_shared_statistics(
         left[index] = factor
     count = manifest.micro_batches * manifest.training.gradient_accumulation_steps
     for each in manifest.running_calls:
-        # This rank may hold a running value that only stages on other ranks update. To the sum over
-        # ranks, it then contributes zeros.
+        # This rank may store a running value that only stages on other ranks update. Its
+        # contribution to the sum over ranks is then zero.
         if each.parameter in parameters and each.parameter not in totals:
             totals[each.parameter].append(torch.zeros_like(parameters[each.parameter]))
             left[each.parameter] = math.prod(each.momenta) ** count

@@ -674,8 +674,8 @@ class Stage:
             and not self.p.weight_grads.used
             and not isinstance(self._saved[micro_batch], GraphSlot)
         ):
-            # The reduction of each bucket starts during this backward, as soon as the bucket's
-            # gradients are complete.
+            # Hooks start the reduction of each bucket, the parameters that one collective reduces,
+            # during this backward: as soon as the gradients of the bucket are complete.
             self._rank.reduction.start_during_backward(self.number, self._recomputing_readers)
         self._compute_gradients(micro_batch, "B")
         if last:
@@ -751,7 +751,8 @@ class Stage:
             run_backward(saved.edges, seeds)
             self._copy_shared_gradients(seeds.values(), saved.inputs)
         # The backward of recomputed segments adds deferred gradients to the queue `weight_grads`.
-        # They are collected here, so that they are computed with the others of this pass.
+        # They are collected here and computed with the other deferred gradients of this
+        # micro-batch.
         saved.waiting += self.p.weight_grads.take()
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

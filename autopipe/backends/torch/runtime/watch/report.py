@@ -161,8 +161,8 @@ class Reporter:
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
         self._late = rank.device.type == "cuda"
-        # Losses are copied to the host on a separate stream. On the default stream, the copies
-        # would wait for the step that runs now.
+        # Losses are copied to the host on a separate stream. On the default stream, the copies of a
+        # step's losses would wait for the next step, which already runs.
         self._stream = torch.cuda.Stream(rank.device) if self._late else None
         self._launched: _EndedStep | None = None
         """On a GPU, the last step, which the device may still run; otherwise None."""
