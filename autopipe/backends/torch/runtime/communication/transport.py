@@ -456,7 +456,7 @@ class Transport:
         if self.device.type == "cpu":
             keep_freed_memory()
         # `--device` is equal on all ranks, so this is True only if no rank uses a GPU. Then the
-        # ranks use gloo and need not agree on NCCL or gloo.
+        # ranks need not agree on a choice between NCCL and gloo.
         self._on_cpu = device in ("cpu", "meta")
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []

@@ -176,7 +176,7 @@ class CaptureResources:
         graph = torch.cuda.CUDAGraph()
         try:
             # With the mode `thread_local`, other threads may call CUDA during the capture, for
-            # example to copy data. By default, their calls would be errors.
+            # example to copy data. By default, these calls can make the capture fail.
             with torch.cuda.graph(
                 graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
