@@ -241,7 +241,7 @@ def test_a_stage_that_waits_for_the_device_stays_eager(device: Device, tmp_path:
     write(model.graph, *one_device(model.graph, 1, True, 1), "loss", folder, model=file)
     eager = run(folder, "--no-cuda-graphs")
     captured = run(folder, "--cuda-graphs")
-    reason = "stage 0 eager: one of its operators waits for the device"
+    reason = "stage 0 eager: an operator of the stage waits for the device"
     assert captured.notes[-1] == f"CUDA graphs: 0 of 1 stage captured; {reason}"
     assert not device.replays
     assert_equal(captured, eager)
