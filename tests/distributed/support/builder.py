@@ -55,6 +55,20 @@ def _average_pool(node: Node, x: Tensor) -> Tensor:
     return found / share
 
 
+def _loop(node: Node, *operands: Tensor) -> tuple[Tensor, ...]:
+    """Return the final states of a loop without scanned and gathered values."""
+    body = node.body
+    assert body is not None
+    states = operands[: node.integer("states")]
+    fixed = operands[node.integer("states") :]
+    names = [value.name for value in body.inputs]
+    for number in range(node.integer("count")):
+        known = dict(zip(names, (torch.tensor(number), *states, *fixed), strict=True))
+        found = evaluate(body, known)
+        states = tuple(found[name] for name in body.outputs)
+    return states
+
+
 _MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Add": lambda node, x, y: x + y,
     "Sub": lambda node, x, y: x - y,
@@ -83,6 +97,7 @@ _MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Concat": lambda node, *xs: torch.cat(xs, node.integer("axis")),
     "Split": lambda node, x: torch.chunk(x, node.integer("num_outputs"), node.integer("axis")),
     "Gather": lambda node, x, index: x[index],
+    "Loop": _loop,
     "ArgMax": lambda node, x: x.argmax(
         node.integer("axis"), keepdim=bool(node.integer("keepdims", 1))
     ),
@@ -168,6 +183,24 @@ class Builder:
             self.values.append(
                 Value(name, DType(str(found.dtype).removeprefix("torch.")), tuple(found.shape))
             )
+        return names[0]
+
+    def loop(self, body: Graph, count: int, states: Sequence[str], fixed: Sequence[str]) -> str:
+        """Name of the first final state of a loop of `count` iterations. The body reads the
+        iteration number, the states and the `fixed` values, and returns the next states.
+        """
+        names = tuple(self.rename(f"v{len(self.values) + index}") for index in range(len(states)))
+        attributes: dict[str, Attribute] = {
+            "count": count, "states": len(states), "scan_axes": (), "scan_directions": (),
+            "gather_axes": (), "gather_directions": (),
+        }  # fmt: skip
+        node = Node(
+            self.rename(f"n{len(self.nodes)}"), "Loop", (*states, *fixed), names,
+            tuple(sorted(attributes.items())), domain="autopipe", body=body,
+        )  # fmt: skip
+        _apply(node, self.sample)
+        self.nodes.append(node)
+        self.values += [Value(name, self.dtype, self.shape(name)) for name in names]
         return names[0]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -238,17 +238,21 @@ class _ForwardWriter:
                 self.codes[name] = folded.renamed.get(code, present)
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple_code(outputs)}", ""])
-        read = tuple(
-            tuple(dict.fromkeys(_PARAMETER_PATTERN.findall(self._segment_text(each))))
-            for each in bodies
-        )
         return ForwardSource(
             "\n\n".join([*self.loops.values(), *functions, *layers, text]),
             arguments,
             self._variables_of(outputs),
-            read,
+            tuple(self._parameters_read(each) for each in bodies),
             self.codes,
         )
+
+    def _parameters_read(self, body: SegmentBody) -> Names:
+        """Return the names of the parameters that a segment reads. The functions of its loops read
+        parameters too.
+        """
+        code = "\n".join(statement.code for statement in body.statements)
+        called = [text for name, text in self.loops.items() if f"{name}(" in code]
+        return tuple(dict.fromkeys(_PARAMETER_PATTERN.findall("\n".join([code, *called]))))
 
     def _new_variable(self, value: Value) -> str:
         """Return a new variable name for a value, and record it in `codes`."""
@@ -284,9 +288,7 @@ class _ForwardWriter:
         )
 
     def _segment_text(self, body: SegmentBody) -> str:
-        """Return the source of the function of a segment, preceded by the functions of its
-        loops.
-        """
+        """Return the source of the function of a segment."""
         head = f"def segment_{body.number}({', '.join(['p', *body.arguments])}):"
         lines = [line for each in body.statements for line in each.lines(self.margin)]
         end = f"    return {tuple_code(body.flowing)}, {tuple_code(body.others)}"
