@@ -61,9 +61,11 @@ class _SharedSegment:
     def __init__(self, function: Segment, weights: Tensors) -> None:
         self.function = function
         self.weights = weights
-        # The queue of deferred weight gradients stores its formulas by this name. The identity of
-        # the first weight distinguishes segments that share a function.
-        self.__name__ = f"{getattr(function, '__name__', 'segment')} {id(weights[0])}"
+        # The queue of deferred weight gradients stores its formulas by this name, and a formula
+        # contains weights. Segments that share a function may also share some of their weights, so
+        # only the identities of all weights distinguish them.
+        identities = " ".join(str(id(each)) for each in weights)
+        self.__name__ = f"{getattr(function, '__name__', 'segment')} {identities}"
 
     def __call__(self, p: Arguments, *arguments: torch.Tensor) -> tuple[Tensors, Tensors]:
         return self.function(p, self.weights, *arguments)

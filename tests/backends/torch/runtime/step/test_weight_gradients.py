@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopipe.backends.torch.runtime.recompute import Tensors, recompute
 from autopipe.backends.torch.runtime.step.weight_gradients import (
     WeightGradQueue,
     compute_weight_gradients,
@@ -206,6 +209,40 @@ def test_convolutions(
     compute_weight_gradients(later.take())
     for found, expected in zip(waiting[not flows :], plain[not flows :], strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+@recompute
+def _two_layers(p: Any, weights: Tensors, x: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """A recomputed segment whose function several segments share."""
+    first, second = weights
+    hidden = torch.tanh(p.weight_grads(F.linear, x, first))
+    return (p.weight_grads(F.linear, hidden, second),), ()
+
+
+def test_segments_of_one_function_may_share_their_first_weight() -> None:
+    generator = torch.Generator().manual_seed(1)
+    common, *others = (
+        torch.randn(4, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    )
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    plain = x
+    for other in others:
+        plain = F.linear(torch.tanh(F.linear(plain, common)), other)
+    expected = torch.autograd.grad(plain.square().sum(), [common, *others])
+
+    queue = WeightGradQueue([common, *others])
+    p: Any = SimpleNamespace(
+        device=x.device, weight_grads=queue, random=SimpleNamespace(state=None)
+    )
+    found = x
+    for other in others:
+        (found,) = _two_layers(p, found, weights=(common, other))
+    torch.testing.assert_close(found, plain)
+    found.square().sum().backward()
+    compute_weight_gradients(queue.take())
+    for parameter, gradient in zip([common, *others], expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
