@@ -26,19 +26,14 @@ from autopipe.backends.torch.codegen.call import (
     torch_dtype,
 )
 from autopipe.backends.torch.codegen.elementwise import ELEMENTWISE
-from autopipe.backends.torch.codegen.layer_functions import (
-    SegmentBody,
-    Statement,
-    fold_layers,
-    fold_segments,
-    tuple_code,
-    wrapped_call,
-)
+from autopipe.backends.torch.codegen.layer_functions import fold_layers
 from autopipe.backends.torch.codegen.loop import loop_body_stage
 from autopipe.backends.torch.codegen.matmul_conv import MATMUL_CONV
 from autopipe.backends.torch.codegen.movement import MOVEMENT
 from autopipe.backends.torch.codegen.normalization import NORMALIZATION
 from autopipe.backends.torch.codegen.quantized import QUANTIZED
+from autopipe.backends.torch.codegen.segment_functions import SegmentBody, fold_segments
+from autopipe.backends.torch.codegen.statement import Statement, tuple_code, wrapped_call
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, total_degree

@@ -14,15 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.codegen.layer_functions import (
-    SegmentBody,
-    Statement,
-    _identifier,
-    fold_layers,
-    fold_segments,
-    wrapped_call,
-)
+from autopipe.backends.torch.codegen.block import identifier
+from autopipe.backends.torch.codegen.layer_functions import fold_layers
+from autopipe.backends.torch.codegen.segment_functions import SegmentBody, fold_segments
 from autopipe.backends.torch.codegen.stage import emit_forward
+from autopipe.backends.torch.codegen.statement import Statement, wrapped_call
 from autopipe.passes.lower.lower import one_device_program
 from tests.distributed.support.zoo import SIZES, small_graph
 
@@ -234,7 +230,7 @@ def test_any_body(case: tuple[list[Statement], str]) -> None:
 @given(st.text(max_size=60))
 @settings(max_examples=1000)
 def test_identifiers_of_any_text(text: str) -> None:
-    found = _identifier(text)
+    found = identifier(text)
     assert found.isidentifier() and found.isascii()
     assert not keyword.iskeyword(found)
     assert found not in {"p", "torch", "F", "operators", "forward", "weights", "sum", "exec"}
