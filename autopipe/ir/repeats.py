@@ -154,13 +154,19 @@ def _find_runs(labels: Labels) -> list[_Run]:
     """
     found: list[_Run] = []
     for period in _candidate_periods(labels):
-        is_equal = labels[period:] == labels[:-period]
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], is_equal.view(np.int8), [0]))))
-        starts = edges[0::2]
-        lengths = edges[1::2] - starts
+        starts, ends = _true_ranges(labels[period:] == labels[:-period])
+        lengths = ends - starts
         for index in np.flatnonzero(lengths >= period):
             found.append(_Run(int(starts[index]), int(lengths[index]) + period, period))
     return found
+
+
+def _true_ranges(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (starts, ends) of the maximal ranges in which all entries of `mask` are True. The
+    entry at the end of a range is not in it.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
+    return edges[0::2], edges[1::2]
 
 
 def _candidate_periods(labels: Labels) -> list[int]:
@@ -220,10 +226,9 @@ def _free_ranges(free: NDArray[np.bool_], start: int, end: int) -> list[tuple[in
     """Return the maximal ranges (start, end) of nodes between `start` and `end` that are in no
     repeated part yet (`free`).
     """
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], free[start:end].view(np.int8), [0]))))
+    starts, ends = _true_ranges(free[start:end])
     return [
-        (start + int(first), start + int(last))
-        for first, last in zip(edges[0::2], edges[1::2], strict=True)
+        (start + int(first), start + int(last)) for first, last in zip(starts, ends, strict=True)
     ]
 
 

@@ -63,12 +63,11 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
     Each class has two instances or more, and an instance reads a parameter. Instances of different
     classes do not overlap. The result depends only on the order and the structure of the nodes.
     """
-    order = _side_branches_first(graph)
+    has_parameter = np.array([_reads_parameter(graph, node) for node in graph.nodes], dtype=bool)
+    is_heavy = has_parameter & np.array([_does_most_work(node) for node in graph.nodes], dtype=bool)
+    order = _side_branches_first(graph, is_heavy.tolist())
     labels, wiring = _labels_and_wiring(graph, order)
-    nodes = [graph.nodes[index] for index in order]
-    has_parameter = np.array([_reads_parameter(graph, node) for node in nodes], dtype=bool)
-    is_heavy = np.array([_is_heavy(graph, node) for node in nodes], dtype=bool)
-    repeats = find_repeats(labels, wiring, has_parameter, is_heavy)
+    repeats = find_repeats(labels, wiring, has_parameter[order], is_heavy[order])
     return tuple(_layer_class(each, order) for each in repeats)
 
 
@@ -113,37 +112,34 @@ def _reads_parameter(graph: Graph, node: Node) -> bool:
     return any(graph.parameter(name) is not None for name in node.inputs)
 
 
-def _is_heavy(graph: Graph, node: Node) -> bool:
-    """True for a matmul, a convolution or a recurrent layer with a parameter."""
-    row = OPERATORS.get(qualified_name(node))
-    return row is not None and row.kind in _HEAVY_KINDS and _reads_parameter(graph, node)
+def _does_most_work(node: Node) -> bool:
+    """True for a matmul, a convolution and a recurrent layer."""
+    operator = OPERATORS.get(qualified_name(node))
+    return operator is not None and operator.kind in _HEAVY_KINDS
 
 
-def _side_branches_first(graph: Graph) -> list[int]:
+def _side_branches_first(graph: Graph, is_heavy: Sequence[bool]) -> list[int]:
     """Return the nodes in a topological order in which computations that layers share precede the
-    layers.
+    layers. `is_heavy[i]` is True if node i is a matmul, a convolution or a recurrent layer with a
+    parameter, a *heavy* operator.
 
-    A *light* node depends on no matmul, convolution or recurrent layer with a parameter. The light
-    nodes form connected components: the embedding with the first normalization, a mask, a table of
-    rotary positions, a position bias, a function of a parameter. Layers share a component if its
-    first reader is no heavy operator, and if there is a heavy operator between its first and its
-    last reader. Shared components move to the front, and all other nodes keep their order.
+    A *light* node depends on no heavy operator. The light nodes form connected components: the
+    embedding with the first normalization, a mask, a table of rotary positions, a position bias, a
+    function of a parameter. Layers share a component if its first reader is no heavy operator, and
+    if there is a heavy operator between its first and its last reader. Shared components move to
+    the front, and all other nodes keep their order.
     """
     count = len(graph.nodes)
     sources = graph.sources()
-    is_heavy = [False] * count
     is_light = [True] * count
-    for index, node in enumerate(graph.nodes):
-        is_heavy[index] = _is_heavy(graph, node)
+    for index in range(count):
         is_light[index] = not is_heavy[index] and all(
             is_light[source] for _, source in sources[index]
         )
     component = list(range(count))
 
     def root(index: int) -> int:
-        """Return the node that represents the connected component of a light node, which depends on
-        no matmul, convolution or recurrent layer with a parameter.
-        """
+        """Return the node that represents the connected component of a light node."""
         while component[index] != index:
             component[index] = component[component[index]]
             index = component[index]
