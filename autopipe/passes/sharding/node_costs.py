@@ -433,6 +433,9 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
                 (stage.is_reduced_without_reader(name), name in stage.gradient)
                 for name in stage.graph.nodes[node].outputs
             ),
+            tuple(
+                stage.graph.producer(name) is not None for name in stage.graph.nodes[node].inputs
+            ),
         )
         if key not in known:
             known[key] = NodeClass(stage, node, _configurations(stage, node, spaces))

@@ -133,3 +133,15 @@ def test_equal_layers_share_their_arrays() -> None:
     tables = tables_of(problem(perceptron([12] * 9), cluster(4)))
     assert len({id(each) for each in tables.model.costs}) <= 4
     assert len({id(edge.costs) for edge in tables.model.edges}) <= 4
+
+
+def test_a_node_that_reads_an_input_has_its_own_temporary_memory() -> None:
+    """The gradient of an operand that a node computed counts, that of an input of the graph does
+    not. Until the key of a class told them apart, both Relus had the memory of the first.
+    """
+    builder = Builder(6, 12)
+    first = builder.relu("x")
+    second = builder.relu(first)
+    tables = tables_of(problem(builder.finish(builder.relu(second)), cluster(1)))
+    size = 6 * 12 * 4
+    assert [each.tolist() for each in tables.passing] == [[size], [2 * size], [2 * size]]
