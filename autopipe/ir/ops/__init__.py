@@ -9,8 +9,9 @@ These modules may import the rest of `ir`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
+from autopipe.ir.equality import node_labels
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import (
@@ -78,47 +79,19 @@ def space_of(graph: Graph, node: Node) -> Space:
     return OPERATORS[qualified_name(node)].space(signature_of(graph, node))
 
 
-def keys_of_nodes(graph: Graph) -> tuple[Hashable, ...]:
-    """Return a key for each node of the graph, in the order of the nodes. Two nodes with equal keys
-    have equal iteration spaces and equal FLOPs.
-
-    A key consists of the operator, the attributes, the digest of a loop's body, the types of the
-    operands and results, and the data of constant operands.
-    """
-    constants = {
-        each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants
-    }
-
-    def types(names: tuple[str, ...]) -> Hashable:
-        """Return the element type and shape of each value; None for an absent value."""
-        found = (graph.type_of(name) if name else None for name in names)
-        return tuple([value and (value.dtype.name, value.shape) for value in found])
-
-    return tuple(
-        (
-            qualified_name(node),
-            node.attributes,
-            node.body and node.body.digest(),
-            types(node.inputs),
-            types(node.outputs),
-            tuple([constants.get(name) for name in node.inputs]),
-        )
-        for node in graph.nodes
-    )
-
-
 @memoize(MAX_CACHED_GRAPHS)
 def spaces_of(graph: Graph) -> Callable[[int], Space]:
     """Return a function from the index of a node to its iteration space. The spaces are computed at
-    the first use and shared by nodes with equal `keys_of_nodes`. The function raises KeyError for a
-    node whose operator is not supported.
+    the first use and shared by equal nodes. The function raises KeyError for a node whose operator
+    is not supported.
     """
-    keys = keys_of_nodes(graph)
-    known = dict[Hashable, Space]()
+    labels = node_labels(graph)
+    known = dict[int, Space]()
 
     def space(node: int) -> Space:
-        if keys[node] not in known:
-            known[keys[node]] = space_of(graph, graph.nodes[node])
-        return known[keys[node]]
+        label = labels[node]
+        if label not in known:
+            known[label] = space_of(graph, graph.nodes[node])
+        return known[label]
 
     return space

@@ -14,15 +14,15 @@ often lie inside the first layer. `_side_branches_first` moves them to the front
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from autopipe.ir.equality import node_labels
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layer_names import DEFAULT_NAME, layer_name
 from autopipe.ir.ops import OPERATORS, qualified_name
@@ -174,59 +174,18 @@ def _side_branches_first(graph: Graph, is_heavy: Sequence[bool]) -> list[int]:
 
 
 def _labels_and_wiring(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
-    """Return (labels, wiring) of the nodes in `order`. Nodes have equal labels if they are equal
-    except for their wiring: which values they read and write.
+    """Return (labels, wiring) of the nodes in `order`. Equal nodes have equal labels
+    (`autopipe.ir.equality`); the wiring states which values they read and write.
     """
-    known_labels: dict[Hashable, int] = {}
-    descriptions: dict[str, Hashable] = {"": None}
+    labels = np.array(node_labels(graph, _MAX_COMPARED_ELEMENTS), dtype=np.int64)[list(order)]
     numbers = {value.name: -1 - index for index, value in enumerate(graph.inputs)}
-    labels = np.empty(len(graph.nodes), dtype=np.int64)
     operands: list[tuple[int, ...]] = []
     first_result = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
     written = 0
     for index, node in enumerate(graph.nodes[place] for place in order):
-        for name in (*node.inputs, *node.outputs):
-            if name not in descriptions:
-                descriptions[name] = _describe(graph, name)
-        key = (
-            _node_key(node),
-            tuple(descriptions[name] for name in node.inputs),
-            tuple(descriptions[name] for name in node.outputs),
-        )
-        labels[index] = known_labels.setdefault(key, len(known_labels))
         operands.append(tuple(numbers[name] for name in node.inputs if name and name in numbers))
         for name in node.outputs:
             numbers[name] = written
             written += 1
         first_result[index + 1] = written
     return labels, Wiring(operands, first_result)
-
-
-def _node_key(node: Node) -> Hashable:
-    """Return the parts of a node that must be equal in equal layers: operator, attributes
-    and body.
-    """
-    return (
-        node.domain,
-        node.op,
-        node.attributes,
-        None if node.body is None else node.body.digest(),
-    )
-
-
-def _describe(graph: Graph, name: str) -> Hashable:
-    """Return a description of the value `name`. It is equal for values that may correspond in equal
-    layers.
-    """
-    value = graph.type_of(name)
-    kind = "value"
-    content = b""
-    parameter = graph.parameter(name)
-    constant = graph.constant(name)
-    if parameter is not None:
-        kind = "trained parameter" if parameter.trainable else "buffer"
-    elif constant is not None:
-        kind = "constant"
-        if value.elements <= _MAX_COMPARED_ELEMENTS:
-            content = hashlib.sha256(constant.array.tobytes()).digest()
-    return kind, value.dtype, value.shape, content

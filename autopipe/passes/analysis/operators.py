@@ -10,15 +10,16 @@ of their operands (PyTorch documentation, "Automatic Mixed Precision package").
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
+from autopipe.ir.equality import node_labels
 from autopipe.ir.errors import InfeasibleError, ModelError
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import is_even_split
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
-from autopipe.ir.ops import keys_of_nodes, operator_of, qualified_name, signature_of
+from autopipe.ir.ops import operator_of, qualified_name, signature_of
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopipe.ir.ops.matmul_conv import can_fuse_bias, is_matmul_of_matrices
 from autopipe.ir.ops.operator import Operator
@@ -42,13 +43,13 @@ class OpInstance:
 def op_instances(graph: Graph) -> tuple[OpInstance, ...]:
     """Return the `OpInstance` of each node, in graph order.
 
-    Nodes with equal operators, attributes, tensor types and constants share one object, so that
-    equal layers are analysed once. Raises ModelError for an operator without a definition.
+    Equal nodes (`node_labels`) share one object, so that equal layers are analysed once. Raises
+    ModelError for an operator without a definition.
     """
-    known: dict[Hashable, OpInstance] = {}
+    known: dict[int, OpInstance] = {}
     found = []
-    for node, key in zip(graph.nodes, keys_of_nodes(graph), strict=True):
-        if key not in known:
+    for node, label in zip(graph.nodes, node_labels(graph), strict=True):
+        if label not in known:
             row = operator_of(node)
             if row is None:
                 raise ModelError(
@@ -56,8 +57,8 @@ def op_instances(graph: Graph) -> tuple[OpInstance, ...]:
                 )
             signature = signature_of(graph, node)
             space = row.space(signature)
-            known[key] = OpInstance(row, space, row.flops(signature, space))
-        found.append(known[key])
+            known[label] = OpInstance(row, space, row.flops(signature, space))
+        found.append(known[label])
     return tuple(found)
 
 

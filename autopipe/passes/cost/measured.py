@@ -17,6 +17,7 @@ import numpy as np
 from autopipe.ir.attention_kernels import min_cuda_capability
 from autopipe.ir.batch import resize_batch
 from autopipe.ir.cluster import Cluster, Device, Level, Link
+from autopipe.ir.equality import node_labels
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_even_split
@@ -56,6 +57,7 @@ class Operations:
         self.graph = graph
         self.precision = precision
         self.uses = op_instances(graph)
+        self._labels = node_labels(graph)
         self._gradients = differentiable_values(graph)
         self.additions = bias_additions(graph)
         """By node of a matmul or convolution: the addition of its bias, which generated code
@@ -70,9 +72,9 @@ class Operations:
         more = (
             None
             if addition is None
-            else (id(self.uses[addition]), self._gradient_operands(addition))
+            else (self._labels[addition], self._gradient_operands(addition))
         )
-        return id(self.uses[index]), self._gradient_operands(index), more
+        return self._labels[index], self._gradient_operands(index), more
 
     def measurable_splits(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
         """Yield the splits of node `index` along one axis, with a degree of `degrees`, under which

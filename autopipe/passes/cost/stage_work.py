@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.equality import node_labels
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxes, merge_axes, mesh_axes_of, replicated_layout
@@ -183,12 +184,13 @@ def _stage_node_factory(graph: Graph) -> Callable[[int, tuple[Split, ...], int],
     divide it. The function caches layouts, because many nodes are equal.
     """
     uses = op_instances(graph)
+    labels = node_labels(graph)
     known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
     def stage_node(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
         """Return the node as `group` devices divide it by `splits`."""
         use = uses[index]
-        key = (id(use), splits, group)
+        key = (labels[index], splits, group)
         if key not in known:
             degrees = {split.axis: split.degree for split in splits}
             names = use.space.axis_sizes()

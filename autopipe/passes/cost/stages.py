@@ -9,6 +9,7 @@ weights, which are half of the backward of a matmul (Qi et al., "Zero Bubble Pip
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.attention_kernels import Capability, min_cuda_capability
 from autopipe.ir.cluster import Device
+from autopipe.ir.equality import subgraph_key
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement
@@ -27,7 +29,6 @@ from autopipe.ir.timeline import StagePrediction, TaskSeconds
 from autopipe.passes.analysis.gradients import (
     differentiable_values,
     saved_tensors,
-    view_base,
     view_bases,
     weight_operands,
 )
@@ -67,16 +68,15 @@ from autopipe.passes.cost.stage_work import (
 @memoize(MAX_CACHED_GRAPHS)
 def cost_signatures(
     graph: Graph, work: tuple[NodeCost, ...], precision: str, capability: Capability | None
-) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
+) -> tuple[list[int], list[tuple[str, ...]], dict[str, int]]:
     """Return (node numbers, node names, values). Nodes with equal numbers, and values with equal
     numbers, affect the cost of a stage equally.
 
     node numbers: one number per node. Nodes with equal numbers have equal work, as many operands
     and as many results. Their saved tensors differ only in names.
     node names: per node, the names of the values that the node reads ("" for an absent operand),
-    writes and saves.
-    values: for each value, (number, name of the value of which it is a view, or its own name).
-    Values with equal numbers have equal properties.
+    writes and saves. The name of a view is followed by that of the value whose memory it shares.
+    values: for each value, a number. Values with equal numbers have equal properties.
     """
     kept = saved_tensors(graph, precision, capability)
     waiting = weight_operands(graph)
@@ -91,7 +91,7 @@ def cost_signatures(
 
     nodes = list[int]()
     named = list[tuple[str, ...]]()
-    values = dict[str, tuple[int, str]]()
+    bases = view_bases(graph)
     for node, own, keeps, waits in zip(graph.nodes, work, kept, waiting, strict=True):
         figures = (
             own.forward_flops,
@@ -105,14 +105,29 @@ def cost_signatures(
             own.measured,
         )
         held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)
-        nodes.append(number((figures, held, waits, len(node.inputs), len(node.outputs))))
-        named.append((*node.inputs, *node.outputs, *(each.key[0] for each in keeps)))
+        read_written_and_saved = (*node.inputs, *node.outputs, *(each.key[0] for each in keeps))
+        named.append(
+            tuple(
+                each
+                for name in read_written_and_saved
+                for each in ((name, bases[name]) if name in bases else (name,))
+            )
+        )
+        counts = len(node.inputs), len(node.outputs), len(named[-1])
+        nodes.append(number((figures, held, waits, *counts)))
+    values = dict[str, int]()
     for name in dict.fromkeys(name for names in named for name in names if name):
         parameter = graph.parameter(name)
-        root = view_base(graph, name)
-        told = widths.get(name), name in gradient, graph.producer(name) is not None
-        content = *told, parameter is not None and parameter.trainable, name in consumers
-        values[name] = number(content), root
+        values[name] = number(
+            (
+                widths.get(name),
+                name in gradient,
+                graph.producer(name) is not None,
+                parameter is not None and parameter.trainable,
+                name in consumers,
+                name in bases,
+            )
+        )
     return nodes, named, values
 
 
@@ -120,43 +135,25 @@ def stage_cost_key(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     """Return a key of a stage. Stages with equal keys have equal computation, saved tensors,
     collectives and messages, on devices of equal types and links.
 
-    The key contains no names: values are numbered in order of appearance. It does not tell which
-    parameters other stages also hold, nor which devices hold equal shards. `crossing` is the result
-    of `message_slice_counts`.
+    The stages are equal subgraphs (`subgraph_key`) with equal work of nodes and equal layouts. The
+    key does not tell which parameters other stages also hold, nor which devices hold equal shards.
+    `crossing` is the result of `message_slice_counts`.
     """
     problem = work.problem
     nodes, named, values = cost_signatures(
         problem.graph, problem.work, problem.precision, min_cuda_capability(problem.cluster)
     )
-    numbers = {"": 0}
-    told = {""}
-    found: list[Hashable] = []
-
-    def append_value(name: str) -> None:
-        """Append value `name` to the key: its properties at its first occurrence, then its
-        number.
-        """
-        if name in told:
-            found.append(numbers[name])
-            return
-        told.add(name)
-        own, root = values[name]
-        places = (numbers.setdefault(each, len(numbers)) for each in (name, root))
-        found.append((*places, own, work.parts.get(name), crossing.get(name)))
-
-    for name in work.given:
-        append_value(name)
-    found.append(len(work.given))
-    for each in work.nodes:
-        found += id(each.sharing), nodes[each.index]
-        for name in named[each.index]:
-            append_value(name)
+    given = [(len(work.given), tuple(work.given))]
+    computed = (((id(each.sharing), nodes[each.index]), named[each.index]) for each in work.nodes)
     return (
         id(problem),
         work.stage.recompute,
         work.stage.holds_copies,
         device_group_key(problem.cluster, work.stage.devices),
-        tuple(found),
+        subgraph_key(
+            itertools.chain(given, computed),
+            lambda name: (values[name], work.parts.get(name), crossing.get(name)),
+        ),
     )
 
 

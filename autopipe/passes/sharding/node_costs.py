@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.attention_kernels import min_cuda_capability
+from autopipe.ir.equality import node_labels
 from autopipe.ir.graph import Parameter
 from autopipe.ir.layout import Layout, MeshAxis, holders_by_shard
 from autopipe.ir.ops import signature_of
@@ -27,7 +28,7 @@ from autopipe.passes.analysis.gradients import (
     saved_tensors,
     workspace_of,
 )
-from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
+from autopipe.passes.analysis.operators import element_bytes, sample_axes
 from autopipe.passes.cost.memory import parameter_state
 from autopipe.passes.cost.roofline import (
     accumulate_seconds_per_byte,
@@ -91,6 +92,7 @@ class StageContext:
         self.devices = devices
         self.kinds = problem.cluster.device_types_among(devices)
         self.samples = sample_axes(graph)
+        self.labels = node_labels(graph)
         self.gradient: frozenset[str] = (
             differentiable_values(graph) if problem.train else frozenset()
         )
@@ -138,8 +140,8 @@ class StageContext:
         [2, nodes]; row 0 is forward, row 1 is backward.
         """
         self._statistics: dict[tuple[int, int], Floats] = {}
-        """Cached results of `_statistics_seconds`, by the ids of an operator instance and of a
-        tuple of configurations. `layouts` stores the tuple, so its id stays valid.
+        """Cached results of `_statistics_seconds`, by the label of a node and the id of a tuple of
+        configurations. `layouts` stores the tuple, so its id stays valid.
         """
         self._rates: dict[frozenset[MeshAxis], float] = {}
 
@@ -199,16 +201,17 @@ class StageContext:
             degree_index
         ]
         if use.row.statistics is not no_collectives:
-            found += self._statistics_seconds(node, use, splits)
+            found += self._statistics_seconds(node, splits)
         return found
 
-    def _statistics_seconds(self, node: int, use: OpInstance, splits: tuple[Splits, ...]) -> Floats:
+    def _statistics_seconds(self, node: int, splits: tuple[Splits, ...]) -> Floats:
         """Return the seconds of the collectives that reduce a node's statistics over its joint axes
         in forward and backward, under each of the configurations `splits`, of shape
         [configurations, 2].
         """
-        key = id(use), id(splits)
+        key = self.labels[node], id(splits)
         if key not in self._statistics:
+            use = self.samples.uses[node]
             joint = {axis.name for axis in use.space.axes if axis.kind.is_joint}
             signature = signature_of(self.graph, self.graph.nodes[node])
             found = self._statistics[key] = np.zeros((len(splits), 2))
@@ -420,8 +423,8 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     found = {}
     for node in stage.nodes:
-        key = (  # The key contains each property that affects the costs of a node.
-            id(stage.samples.uses[node]),
+        key = (  # The label of the node, and each other property that affects its costs.
+            stage.labels[node],
             stage.problem.work[node],
             stage.samples.axes[node],
             stage.options.allowed.get(node),

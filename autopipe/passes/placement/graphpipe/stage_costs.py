@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Device, Link
+from autopipe.ir.equality import node_labels
 from autopipe.ir.problem import NodeCost, Problem
 from autopipe.passes.analysis.chain import Matrix, range_sums
 from autopipe.passes.analysis.operators import SampleAxes
@@ -41,7 +42,7 @@ class NodeSeconds:
     devices that divide the samples.
 
     The work at a micro-batch size is interpolated or extrapolated linearly from the work at the
-    problem's micro-batch size and at half of it. Nodes of equal work form a class, which is
+    problem's micro-batch size and at half of it. Equal nodes with equal work form a class, which is
     computed once.
     """
 
@@ -52,9 +53,9 @@ class NodeSeconds:
         if problem.compiled:
             half = fused_work(problem.graph, problem.precision, half)
         kinds: dict[tuple[int, NodeCost], int] = {}
-        keys = [(id(use), work) for use, work in zip(samples.uses, problem.work, strict=True)]
+        keys = zip(node_labels(problem.graph), problem.work, strict=True)
         self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
-        """For each node, the index of its class of nodes with equal work."""
+        """For each node, the index of its class of equal nodes with equal work."""
         self.firsts = np.unique(self.kind_of, return_index=True)[1].tolist()
         self.wholes = [problem.work[node] for node in self.firsts]
         self.halves = [half[node] for node in self.firsts]

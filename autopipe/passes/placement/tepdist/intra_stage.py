@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autopipe.ir.equality import node_labels, subgraph_key
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
@@ -59,6 +60,7 @@ class IntraStageSearch:
         self.problem = problem
         self.solver = solver
         self.samples = sample_axes(graph)
+        self._labels = node_labels(graph)
         self.resolved = resolve_constraints(problem)
         self.required = required_splits(self.resolved, self.samples) if self.resolved else {}
         self._gradient = differentiable_values(graph) if problem.train else frozenset()
@@ -68,56 +70,37 @@ class IntraStageSearch:
     def stage_key(
         self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions
     ) -> Hashable:
-        """Return a key that is equal for stages whose searches give equal results: equal nodes in
-        the same order, on devices with equal links, with equal options.
+        """Return a key that is equal for stages whose searches give equal results: equal subgraphs
+        (`subgraph_key`) on devices with equal links, with equal options.
 
         The number of micro-batches in flight is not part of the key.
         """
         graph = self.problem.graph
-        number_of_value = dict[str, int]()
 
-        def describe_value(name: str, given: bool = False) -> Hashable:
-            """Assign the next number to the value `name`, and return its description. `given` is
-            part of the description.
-            """
-            number_of_value[name] = len(number_of_value)
-            value_type = graph.type_of(name)
+        def describe(name: str) -> Hashable:
+            """Return the properties of the value `name` that affect the search."""
             return (
-                value_type.dtype,
-                value_type.shape,
                 self._widths.get(name),
                 name in self._gradient,
-                given,
+                name in options.given,
+                name in options.whole,
             )
 
-        def describe_input(name: str) -> Hashable:
-            """Return the number of the value `name` if it occurred before. Otherwise assign the
-            next number to it, and return its description.
-            """
-            if name in number_of_value:
-                return number_of_value[name]
-            if (constant := graph.constant(name)) is not None:
-                return describe_value(name), constant.array.tobytes()
-            if (parameter := graph.parameter(name)) is not None:
-                return describe_value(name), parameter.trainable, name in options.whole
-            return describe_value(name)
+        def label(node: int) -> Hashable:
+            """Return the properties of a node that affect the search."""
+            return self._labels[node], self.samples.axes[node], options.allowed.get(node)
 
-        key_parts: list[Hashable] = [
+        return (
             device_group_key(self.problem.cluster, devices),
             options.recompute,
-        ]
-        for node in nodes:
-            operation = graph.nodes[node]
-            inputs = tuple(describe_input(name) if name else None for name in operation.inputs)
-            outputs = tuple(
-                describe_value(name, name in options.given) if name else None
-                for name in operation.outputs
-            )
-            splits = self.samples.axes[node], options.allowed.get(node)
-            key_parts.append(
-                (operation.op, operation.domain, operation.attributes, *splits, inputs, outputs)
-            )
-        return tuple(key_parts)
+            subgraph_key(
+                (
+                    (label(node), (*graph.nodes[node].inputs, *graph.nodes[node].outputs))
+                    for node in nodes
+                ),
+                describe,
+            ),
+        )
 
     def search_placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
         """Return placements that fit into memory under 1F1B, with the nodes and devices of the
