@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.memo import memoize
 
 Capability = tuple[int, int]
 """Compute capability of a CUDA device, as (major, minor)."""
@@ -102,6 +103,7 @@ def _supports_efficient(form: AttentionProperties, capability: Capability) -> bo
     )
 
 
+@memoize(2)
 def min_cuda_capability(cluster: Cluster) -> Capability | None:
     """Return a lower bound of the compute capability of all devices of a cluster: (8, 0) if all of
     them declare a peak for bf16, (7, 0) if all declare a peak for fp16, otherwise None.

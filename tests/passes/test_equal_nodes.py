@@ -17,8 +17,11 @@ from autopipe.ir.ops import signature_of, space_of
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.analysis.operators import op_instances, sample_axes
-from autopipe.passes.cost.measured import Operations
+from autopipe.passes.cost.measured import Operations, with_micro_batch_size
+from autopipe.passes.cost.roofline import roofline_costs
+from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds
+from autopipe.passes.placement.grid import Degrees, place_grid
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import O2
 from autopipe.passes.sharding.node_costs import StageOptions
@@ -136,3 +139,27 @@ def test_stages_with_different_bodies_of_loops_are_searched_again() -> None:
         for index, node in enumerate(own.graph.nodes)
     )
     assert first == third != second
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "moe", "unet", "mt5"])
+def test_costs_of_stages_are_those_of_each_node(name: str, recompute: bool) -> None:
+    """The bytes of a backward and the layouts are computed once for equal nodes."""
+    graph, loss = small_graph(name, 4)
+    own = replace(
+        problem(perceptron([8, 8]), cluster(4)),
+        graph=graph,
+        work=roofline_costs(graph, "bf16", (8, 0)),
+        loss=loss,
+        batch_size=16,
+        precision="bf16",
+    )
+    placed = place_grid(with_micro_batch_size(own, 4), Degrees(2, 1, 2), 2, style="loop")
+    placement = Placement(tuple(replace(each, recompute=recompute) for each in placed.stages))
+    shared = stage_costs(own, placement)
+    fresh = replace(graph, name="another")
+    with (
+        mock.patch("autopipe.passes.cost.memory.node_labels", all_different),
+        mock.patch("autopipe.passes.cost.stage_work.node_labels", all_different),
+    ):
+        assert stage_costs(replace(own, graph=fresh), placement) == shared

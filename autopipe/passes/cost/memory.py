@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.attention_kernels import min_cuda_capability
+from autopipe.ir.attention_kernels import Capability, min_cuda_capability
+from autopipe.ir.equality import node_labels
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
 from autopipe.passes.analysis.gradients import (
+    AttentionTensor,
     Workspace,
     attention_tensors,
+    differentiable_values,
     max_received_to_sent_ratio,
     saved_tensors,
     sent_bytes,
@@ -33,7 +36,13 @@ from autopipe.passes.analysis.gradients import (
 from autopipe.passes.analysis.operators import element_bytes, low_precision_copies
 from autopipe.passes.analysis.recompute import make_segmenter
 from autopipe.passes.analysis.training import matrix_parameters
-from autopipe.passes.cost.stage_work import StageNode, StageWork, first_shard_holders, stage_work
+from autopipe.passes.cost.stage_work import (
+    NodeSharing,
+    StageNode,
+    StageWork,
+    first_shard_holders,
+    stage_work,
+)
 
 OPTIMIZER_STATE_BYTES = 4
 """Bytes per element of optimizer state, which is stored in fp32."""
@@ -235,6 +244,9 @@ def recomputation_bytes(work: StageWork, held: int) -> tuple[int, int]:
     widths = element_bytes(graph, precision)
     segments = make_segmenter(graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
+    gradient_bytes = _gradient_bytes_function(
+        graph, precision, min_cuda_capability(work.problem.cluster)
+    )
     most = passing = 0
     for indices in segments.nodes:
         written: dict[str, int] = {}
@@ -252,7 +264,7 @@ def recomputation_bytes(work: StageWork, held: int) -> tuple[int, int]:
                 if local > before:
                     found[value.key] = local
                     brought_back += local - before
-            largest = max(largest, brought_back + _gradient_bytes(work.problem, each, widths))
+            largest = max(largest, brought_back + gradient_bytes(each))
         given = sum(
             size for name, size in written.items() if name in segments.passing or name in work.given
         )
@@ -289,35 +301,79 @@ def gradient_workspace(work: StageWork) -> int:
     maximum over nodes of the gradients of the node's operands and results and of its temporary
     tensors.
     """
-    graph = work.problem.graph
-    widths = element_bytes(graph, work.problem.precision)
-    return max((_gradient_bytes(work.problem, each, widths) for each in work.nodes), default=0)
+    problem = work.problem
+    gradient_bytes = _gradient_bytes_function(
+        problem.graph, problem.precision, min_cuda_capability(problem.cluster)
+    )
+    return max(map(gradient_bytes, work.nodes), default=0)
 
 
-def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]) -> int:
+@memoize(MAX_CACHED_GRAPHS)
+def _gradient_bytes_function(
+    graph: Graph, precision: str, capability: Capability | None
+) -> Callable[[StageNode], int]:
+    """Return a function from a node of a stage to the bytes that the backward of the node allocates
+    on one device; 0 for a view. `capability` is the compute capability of the GPUs, None for CPUs.
+
+    The bytes are computed once for equal nodes that the devices divide equally and whose operands
+    and results have equal properties.
+    """
+    labels = node_labels(graph)
+    widths = element_bytes(graph, precision)
+    gradient = differentiable_values(graph)
+    beside = attention_tensors(graph, precision, capability)
+    numbers: dict[Hashable, int] = {}
+    class_of = []
+    for index, node in enumerate(graph.nodes):
+        values = tuple(
+            (widths.get(name), graph.producer(name) is not None, name in gradient)
+            for name in (*node.inputs, *node.outputs)
+        )
+        more = beside.get(index)
+        further = more and (more.tensor.bytes, more.tensor.dimensions, more.scores, more.kept)
+        key = labels[index], values, further
+        class_of.append(numbers.setdefault(key, len(numbers)))
+    known: dict[tuple[int, int], tuple[NodeSharing, int]] = {}
+
+    def gradient_bytes(each: StageNode) -> int:
+        """Return the bytes that the backward of the node allocates."""
+        key = class_of[each.index], id(each.sharing)
+        if key not in known:
+            found = _gradient_bytes(graph, precision, each, widths, beside.get(each.index))
+            # The entry keeps `sharing` alive, so that its id stays valid.
+            known[key] = each.sharing, found
+        return known[key][1]
+
+    return gradient_bytes
+
+
+def _gradient_bytes(
+    graph: Graph,
+    precision: str,
+    each: StageNode,
+    widths: Mapping[str, int],
+    beside: AttentionTensor | None,
+) -> int:
     """Return the bytes that the backward of a node allocates on one device; 0 for a view. `widths`
-    contains the bytes per element of each value.
+    contains the bytes per element of each value, and `beside` is the additional tensor of an
+    attention.
 
     These are the gradients of the node's results, the gradients of those operands that nodes
     compute, and temporary tensors. An attention without a fused kernel has two temporary tensors of
     the size of its scores, or four if it recomputes its probabilities. A cross-entropy that
     computes its logits itself has a block of logits and the gradient of its weight.
     """
-    graph = problem.graph
     if each.use.row.kind == "view":
         return 0
     read = each.read_bytes(widths)
     operands = sum(size for name, size in read.items() if graph.producer(name) is not None)
-    beside = attention_tensors(graph, problem.precision, min_cuda_capability(problem.cluster)).get(
-        each.index
-    )
     scores = (
         beside.tensor.local_bytes(each.sharing.degrees)
         if beside is not None and beside.scores
         else 0
     )
     scores *= 2 if beside is None or beside.kept else 4
-    scratch = _node_scratch(problem, each)
+    scratch = _node_scratch(graph, precision, each)
     return (
         sum(each.written_bytes(widths).values())
         + operands
@@ -327,11 +383,9 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
     )
 
 
-def _node_scratch(problem: Problem, each: StageNode) -> Workspace:
+def _node_scratch(graph: Graph, precision: str, each: StageNode) -> Workspace:
     """Return the bytes of a node's temporary tensors on one device of its stage."""
-    return workspace_of(
-        problem.graph, problem.precision, each.index, each.use, each.sharing.degrees
-    )
+    return workspace_of(graph, precision, each.index, each.use, each.sharing.degrees)
 
 
 def peak_value_bytes(work: StageWork) -> int:
@@ -361,7 +415,8 @@ def peak_value_bytes(work: StageWork) -> int:
             written = each.written_bytes(widths)
             sizes |= written
             used += sum(written.values())
-            most = max(most, used + _node_scratch(work.problem, each).samples)
+            scratch = _node_scratch(graph, work.problem.precision, each)
+            most = max(most, used + scratch.samples)
         used -= sum(sizes.pop(name, 0) for name in ends[position])
     return most
 
