@@ -25,6 +25,7 @@ import numpy as np
 from autopipe.ir.equality import node_labels
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layer_names import DEFAULT_NAME, layer_name
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.repeats import Labels, Repeat, Wiring, find_repeats
 
@@ -57,6 +58,7 @@ class LayerClass:
         return len(self.instances[0])
 
 
+@memoize(MAX_CACHED_GRAPHS)
 def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
     """Return the layer classes of a graph in the order of their first instances.
 
