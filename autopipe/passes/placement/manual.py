@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from autopipe.ir.batch import resize_batch
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
+from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
@@ -18,6 +18,7 @@ from autopipe.passes.analysis.constraints import (
     required_splits,
     resolve_constraints,
 )
+from autopipe.passes.analysis.inherited_stages import inherited_stages
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import with_required_recomputation
@@ -132,12 +133,9 @@ def _pipeline_stages(problem: Problem, resolved: tuple[ResolvedConstraint, ...])
 
 
 def _node_stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
-    """Return the stage of each node.
-
-    A node without a required stage joins the last of the stages from which it reads values; values
-    of nodes that each stage recomputes do not count. A node that reads no values of other nodes is
-    in stage 0 if it reads an input of the model, and otherwise joins the first stage that reads its
-    result. Raise ConfigurationError if a node would read a value of a later stage.
+    """Return the stage of each node: the stage that a constraint requires, or the stage that
+    follows from other nodes (`inherited_stages`). Raise ConfigurationError if a node would read a
+    value of a later stage.
     """
     given = {
         node: each for each in resolved if each.constraint.stage is not None for node in each.nodes
@@ -147,54 +145,21 @@ def _node_stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list
         for node, each in given.items()
         if each.constraint.stage is not None
     }
-    recomputed = recomputed_nodes(graph)
-    first = _first_reading_stages(graph, wanted)
-    inputs = {value.name for value in graph.inputs}
-    stage_of: list[int] = []
-    source_of: list[ResolvedConstraint | None] = []
-    for index, node in enumerate(graph.nodes):
-        producers = [
-            producer
-            for name in node.inputs
-            if name and (producer := graph.producer(name)) is not None
-        ]
-        placed = [producer for producer in producers if producer not in recomputed]
-        before = max(placed, key=lambda producer: stage_of[producer], default=None)
-        alone = first[index] if inputs.isdisjoint(node.inputs) else 0
-        stage = wanted.get(index, alone if before is None else stage_of[before])
-        if before is not None and stage < stage_of[before]:
+    found = inherited_stages(graph, wanted)
+    deciding: list[ResolvedConstraint | None] = []
+    for index, each in enumerate(found):
+        of_source = None if each.source is None else deciding[each.source]
+        before = each.stage if each.source is None else found[each.source].stage
+        if each.stage < before:
+            producer = f", to which {of_source} assigns the producer" if of_source else ""
             raise ConfigurationError(
-                (
-                    f"{given[index]} assigns the node to stage {stage}, but the node reads a "
-                    f"value of stage {stage_of[before]}"
-                )
-                + (
-                    f", to which {source_of[before]} assigns the producer"
-                    if source_of[before]
-                    else ""
-                ),
+                f"{given[index]} assigns the node to stage {each.stage}, but the node reads a "
+                f"value of stage {before}{producer}",
                 hint="move one of the two nodes, so that stages read from earlier stages only",
-                where=repr(node.name),
+                where=repr(graph.nodes[index].name),
             )
-        stage_of.append(stage)
-        source_of.append(given.get(index) or (source_of[before] if before is not None else None))
-    return stage_of
-
-
-def _first_reading_stages(graph: Graph, wanted: dict[int, int]) -> list[int]:
-    """Return, for each node, its required stage, or the first stage that reads its result.
-
-    `wanted` contains the required stages by node. A result can be read directly or through nodes
-    without a required stage. A node whose result reaches no node with a required stage gets the
-    last required stage, or 0 if there is none.
-    """
-    first = [max(wanted.values(), default=0)] * len(graph.nodes)
-    for index in range(len(graph.nodes) - 1, -1, -1):
-        first[index] = wanted.get(index, first[index])
-        for name in filter(None, graph.nodes[index].inputs):
-            if (producer := graph.producer(name)) is not None:
-                first[producer] = min(first[producer], first[index])
-    return first
+        deciding.append(given.get(index) or of_source)
+    return [each.stage for each in found]
 
 
 Value = TypeVar("Value")
