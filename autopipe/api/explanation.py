@@ -24,6 +24,7 @@ from autopipe.ir.placement import Stage
 from autopipe.ir.plan import Alternative, Choice
 from autopipe.ir.timeline import StagePrediction
 from autopipe.ir.words import plural
+from autopipe.passes.analysis.layer_ranges import model_parts
 from autopipe.passes.degree_table import DegreeRow, degree_rows
 from autopipe.passes.degrees import DEGREES
 from autopipe.passes.explain import (
@@ -292,6 +293,7 @@ class StageExplanation:
         return {
             "stage": self.number,
             **{name: getattr(self.stage, name) for name in names},
+            "layers": model_parts(self.planned.problem.graph, self.stage.nodes),
             "predicted": self.predicted,
             "parts": self.parts,
             "busy_s": self.busy_s,

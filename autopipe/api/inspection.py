@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from autopipe.api.events import Events, SilentEvents
 from autopipe.api.request import logits_handling, wanted_loss
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, Value, VarintSlice
+from autopipe.ir.model_parts import numbers_text
 from autopipe.ir.problem import Mode, NodeCost
 from autopipe.passes.analysis.batch_forms import LossForm
+from autopipe.passes.analysis.layer_ranges import layer_series
 from autopipe.passes.analysis.layers import LayerClass, find_layers, name_layers
 from autopipe.passes.analysis.loss_division import form_of_loss
 from autopipe.passes.cost.roofline import roofline_costs
@@ -38,6 +40,10 @@ class LayerSummary:
     """FLOPs of the forward pass of a layer, None if an operator of the model is not supported."""
     inner: tuple[LayerSummary, ...] = ()
     """Classes of layers inside the layer."""
+    numbers: str = ""
+    """Numbers of the layers among the layers of the same name, such as `0–3`; "" for layers inside
+    a layer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +99,17 @@ def summarize_layers(graph: Graph, work: Sequence[NodeCost]) -> tuple[LayerSumma
     is unknown.
     """
     classes = find_layers(graph)
-    names = name_layers(graph, classes)
+    numbers = {
+        layer: number
+        for series in layer_series(graph)
+        for number, layer in enumerate(series.layers)
+    }
     return tuple(
-        _summarize_layer(graph, work, layer, name, layer.instances[0])
-        for layer, name in zip(classes, names, strict=True)
+        replace(
+            _summarize_layer(graph, work, layer, name, layer.instances[0]),
+            numbers=numbers_text([numbers[tuple(sorted(each))] for each in layer.instances]),
+        )
+        for layer, name in zip(classes, name_layers(graph, classes), strict=True)
     )
 
 

@@ -54,7 +54,8 @@ _PLACEMENT_FILE_HEAD = """\
 # What this plan computes where. Change it (move a line from stage to stage, say), and plan again \
 from this folder:
 #   autopipe plan --from DIR
-# Nodes are names, globs or [first, last]; `samples` is the axis that counts samples, whatever an \
+# Layers are [first, last] or names such as encoder[0:4]; nodes are names, globs or [first, last]. \
+`samples` is the axis that counts samples, whatever an \
 operator calls it.
 """
 
@@ -82,7 +83,9 @@ def _add_layer_comments(
     text: str, names: NodeNames, strategy: Explicit, layers: Sequence[str]
 ) -> str:
     """Return the text with a comment above the first entry of each layer in a stage."""
-    entries = [entry for stage in strategy.placement for entry in (None, *stage.nodes)]
+    entries = [
+        entry for stage in strategy.placement if stage.nodes for entry in (None, *stage.nodes)
+    ]
     lines: list[str] = []
     is_inside = False
     layer = ""
@@ -111,6 +114,9 @@ def _stage_yaml(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
     precede the key `nodes`.
     """
     pipeline = {"pipeline": form["pipeline"]} if pipelines > 1 else {}
+    layers = form.get("layers")
+    selected = {} if layers is None else {"layers": _selection_yaml(layers)}
+    listed = {"nodes": _nodes_yaml(form["nodes"])} if form["nodes"] else {}
     splits = [
         {"split": _OneLineMapping(each["split"]), "nodes": _nodes_yaml(each["nodes"])}
         for each in form["splits"]
@@ -120,9 +126,15 @@ def _stage_yaml(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
         "devices": _OneLineList(form["devices"]),
         **facts,
         **pipeline,
-        "nodes": _nodes_yaml(form["nodes"]),
+        **selected,
+        **listed,
         "splits": splits,
     }
+
+
+def _selection_yaml(layers: Any) -> Any:
+    """Return a selection of layers as YAML values: a pair of numbers on one line."""
+    return _OneLineList(layers) if isinstance(layers[0], int) else layers
 
 
 def _nodes_yaml(entries: list[Any]) -> list[Any]:

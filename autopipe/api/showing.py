@@ -101,7 +101,8 @@ class PlanView:
     def data(self) -> dict[str, object]:
         """Return the data of `show --json`."""
         plan = self.plan
-        stages = zip(plan.placement.stages, plan.prediction.stages, strict=True)
+        parts = plan.stage_parts or ((),) * len(plan.placement.stages)
+        stages = zip(plan.placement.stages, parts, plan.prediction.stages, strict=True)
         return {
             "plan": self.folder,
             "model": plan.model,
@@ -112,11 +113,12 @@ class PlanView:
                 {
                     "devices": each.devices,
                     "nodes": len(each.nodes),
+                    "layers": held,
                     "micro_batch_size": each.micro_batch_size,
                     "recompute": each.recompute,
                     "predicted": predicted,
                 }
-                for each, predicted in stages
+                for each, held, predicted in stages
             ],
             "tasks": [[str(task) for task in order] for order in plan.schedule.tasks],
         }

@@ -83,6 +83,10 @@ class Picture:
     """The device of each row. Empty if row i shows device i."""
     ends: tuple[StepEndSpan, ...] = ()
     """Gradient sums and updates, sorted by row, then by start."""
+    stage_labels: tuple[str, ...] = ()
+    """The parts of the model that each stage holds, such as `layers 0–7`; () if they are
+    unknown.
+    """
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -132,7 +136,8 @@ def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
     )
     limits = plan.memory_limits or (None,) * len(timeline.memory)
     turns = micro_batch_ratios(plan.placement, summary.micro_batch_size)
-    return step_picture(title, plan.schedule, timeline, limits, turns)
+    picture = step_picture(title, plan.schedule, timeline, limits, turns)
+    return replace(picture, stage_labels=plan.stage_labels)
 
 
 def step_picture(
@@ -444,6 +449,10 @@ class Legend:
     """Pairs of a letter and its phase."""
     ends: tuple[StepEndKind, ...]
     stages: tuple[int, ...]
+    stage_labels: tuple[str, ...] = ()
+    """The parts of the model that each stage holds; () if they are unknown or differ between the
+    figures.
+    """
 
     @property
     def entries(self) -> list[tuple[str, str]]:
@@ -462,8 +471,15 @@ class Legend:
         return [
             *phases,
             *ends,
-            *((stage_colour(stage, Phase.FORWARD), f"stage {stage}") for stage in shown),
+            *((stage_colour(stage, Phase.FORWARD), self._stage_text(stage)) for stage in shown),
         ]
+
+    def _stage_text(self, stage: int) -> str:
+        """Return the text of a stage, with the parts of the model that it holds if they are
+        known.
+        """
+        label = self.stage_labels[stage] if self.stage_labels else ""
+        return f"stage {stage}: {label}" if label else f"stage {stage}"
 
     @property
     def more(self) -> str:
@@ -481,6 +497,7 @@ def legend_of(pictures: Sequence[Picture]) -> Legend:
         tuple((letters[phase], phase) for phase in PHASE_NAMES if phase in letters),
         tuple(kind for kind in StepEndKind if kind in kinds),
         tuple(sorted({bar.stage for bar in bars})),
+        pictures[0].stage_labels if len({each.stage_labels for each in pictures}) == 1 else (),
     )
 
 

@@ -26,6 +26,7 @@ from autopipe.cli.output import Output, group_text, plain_table
 from autopipe.cli.plan_report import reason_lines, strategy_text, text_over_chosen
 from autopipe.ir.timeline import StagePrediction
 from autopipe.ir.words import bytes_text, count_text, plural, printable, seconds_text
+from autopipe.passes.analysis.layer_ranges import layer_label
 from autopipe.passes.degree_table import DegreeRow
 from autopipe.passes.explain import Change, DeviceReport, NodeReport, WhatIf
 from autopipe.passes.pipeline import PlanResult
@@ -322,6 +323,7 @@ def _stage_screen(found: StageExplanation) -> Sequence[RenderableType]:
     step_s = plan.summary.step_time_s
     changes = found.changes
     first, last = (problem.graph.nodes[stage.nodes[end]].name for end in (0, -1))
+    label = layer_label(problem.graph, stage.nodes)
     inside = {
         "collectives": parts.forward.exchange_s + parts.backward.exchange_s,
         "running forward again": parts.backward.recomputation_s,
@@ -332,7 +334,7 @@ def _stage_screen(found: StageExplanation) -> Sequence[RenderableType]:
     )
     return (
         f"stage {number} of {len(plan.placement.stages)}: devices {group_text(stage.devices)}, "
-        f"{len(stage.nodes)} {plural(len(stage.nodes), 'node')}"
+        f"{f'{label}, ' if label else ''}{len(stage.nodes)} {plural(len(stage.nodes), 'node')}"
         f" from {first!r} to {last!r}, micro-batches of {stage.micro_batch_size}",
         f"takes {seconds_text(predicted.forward_s)} forward and "
         f"{seconds_text(predicted.backward_s)} backward for a"

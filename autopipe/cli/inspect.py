@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,15 +140,19 @@ def _inspection_rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]
 
 
 def _layer_lines(layers: Sequence[LayerSummary], indent: str = "") -> Iterator[str]:
-    """Yield one line per class of repeated layers, and below it the classes inside its layers."""
+    """Yield one line per class of repeated layers, and below it the classes inside its layers. If
+    several classes have one name, each line also has the numbers of the layers.
+    """
+    counts = Counter(each.name for each in layers)
     for each in layers:
+        numbers = f" {each.numbers}" if each.numbers and counts[each.name] > 1 else ""
         work = (
             ""
             if each.forward_flops is None
             else f", {_with_si_prefix(each.forward_flops)}FLOP forward"
         )
         yield (
-            f"{indent}{each.count} × {each.name}: {count_text(each.nodes, 'node')}, "
+            f"{indent}{each.count} × {each.name}{numbers}: {count_text(each.nodes, 'node')}, "
             f"{count_text(each.parameters, 'parameter')}{work}"
         )
         yield from _layer_lines(each.inner, f"{indent}  ")

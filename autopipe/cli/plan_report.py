@@ -513,7 +513,8 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     """Return the properties of the stages, one column per property. With `full`, all predicted
     values are included; otherwise only those that fit a terminal.
 
-    Device types and micro-batch sizes have a column if they differ between stages. With `full`,
+    Device types and micro-batch sizes have a column if they differ between stages, and layers if
+    the model has repeated layers. With `full`,
     pipelines have a column if there are several, and so do the halves of a backward if the schedule
     splits backwards.
     """
@@ -530,6 +531,8 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     if plan.has_different_micro_batch_sizes:
         columns["micro-batch"] = [str(each.micro_batch_size) for each in stages]
     columns["nodes"] = [str(len(each.nodes)) for each in stages]
+    if any(plan.stage_labels):
+        columns["layers"] = [label or "-" for label in plan.stage_labels]
     columns["parameters"] = [bytes_text(each.parameter_bytes) for each in predicted]
     columns["forward"] = [seconds_text(each.forward_s) for each in predicted]
     columns["backward"] = [
@@ -568,6 +571,11 @@ def stage_table(plan: Plan, most: int = _MAX_STAGE_ROWS) -> Table:
     """
     columns = stage_columns(plan, full=False)
     table = plain_table(*columns, right=3 if "kind" in columns else 2)
+    for column in table.columns:
+        if column.header == "layers":
+            # A label that is too wide is cut, so that each stage takes one line.
+            column.justify = "left"
+            column.no_wrap = True
     rows = list(zip(*columns.values(), strict=True))
     if len(rows) > most:
         half = (most - 1) // 2

@@ -264,9 +264,17 @@ class ClusterChoice:
 
 @dataclass(frozen=True, slots=True)
 class Constraint(problem.Constraint):
-    """A planning decision for the nodes whose names match."""
+    """A planning decision for the nodes whose names match, or for the nodes of layers."""
 
-    written: ClassVar = ("match", "stage", "devices", "split", "pipeline", "micro_batch_size")
+    written: ClassVar = (
+        "match",
+        "layers",
+        "stage",
+        "devices",
+        "split",
+        "pipeline",
+        "micro_batch_size",
+    )
 
     devices: Literal["all"] | tuple[Index, ...] | None = None  # type: ignore[assignment]
     """Devices of the nodes' stage, or `all`."""
@@ -460,6 +468,13 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
 
 
 def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where: str) -> None:
+    if bool(constraint.match) == (constraint.layers is not None):
+        found = "both match and layers" if constraint.match else "neither match nor layers"
+        raise ConfigurationError(
+            f"{path} has {found}, expected one of them",
+            "state the nodes with match: NAME, or with layers: [FIRST, LAST]",
+            where,
+        )
     _check_pattern(constraint.match, f"{path}.match", where)
     devices = constraint.devices
     if all(

@@ -845,8 +845,13 @@ def _is_member_of_union(value: object, hint: Any) -> bool:
     """Return True if the value is a value of the type `hint`, which is a member of a union."""
     base, _ = split_annotated(hint)
     origin = typing.get_origin(base)
+    members = typing.get_args(base)
     if base is type(None):
         return value is None
     if origin is Literal:
         return _is_literal_value(value, base)
+    if is_union(base):
+        return any(_is_member_of_union(value, member) for member in members)
+    if origin is tuple and isinstance(value, tuple) and members[-1] is not Ellipsis:
+        return len(value) == len(members) and all(map(_is_member_of_union, value, members))
     return isinstance(value, origin or base) and not (isinstance(value, bool) and base is not bool)

@@ -43,6 +43,13 @@ _MIN_PLURAL_CHARACTERS: Final = 3
 """A word with more characters than this that ends in s is assumed to be a plural."""
 _EXPORTER_PREFIXES: Final = ("onnx::", "node_", "val_")
 """Beginnings of names that torch's exporters invent. Such a name tells nothing about a layer."""
+_PART_PATTERNS: Final = (
+    ("embedding", re.compile(r".*embed.*|w[tp]e")),
+    ("stem", re.compile(r"(.+_)?stem")),
+    ("pooler", re.compile(r"(.+_)?pooler")),
+    ("head", re.compile(r"(.+_)?(head|classifier|unembed)")),
+)
+"""Pairs (name of a part of a model, pattern of the names of modules that belong to this part)."""
 _MAX_CHARACTERS: Final = 40
 """Maximum number of characters of a class name."""
 _MAX_SAMPLED_LAYERS: Final = 4
@@ -59,6 +66,17 @@ def layer_name(slots: Iterable[Sequence[str]]) -> str:
     found = Counter(_common_name(names[:_MAX_SAMPLED_LAYERS]) for names in slots)
     del found[""]
     return found.most_common(1)[0][0] if found else ""
+
+
+def part_name(name: str) -> str:
+    """Return the usual name of the part of a model to which the parameter `name` belongs:
+    `embedding`, `stem`, `pooler` or `head`; "" if none of its modules has such a name.
+    """
+    modules = [word.lower() for word in _words(name)[:-1]]
+    return next(
+        (part for part, pattern in _PART_PATTERNS if any(map(pattern.fullmatch, modules))),
+        "",
+    )
 
 
 def suffix_after_number(names: Sequence[str]) -> str:

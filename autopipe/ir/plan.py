@@ -35,6 +35,7 @@ from autopipe.ir.degrees import PlanDegrees
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, document_text, read_json_record
 from autopipe.ir.memo import memoize
+from autopipe.ir.model_parts import ModelPart, parts_text
 from autopipe.ir.movable_paths import relative_path, resolve_path
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import AVERAGED_LOSS, LossDivision, Scores
@@ -305,6 +306,7 @@ class Plan:
         "memory_limits",
         "device_names",
         "placement",
+        "stage_parts",
         "prediction",
         "breakdown",
         "alternatives",
@@ -322,6 +324,18 @@ class Plan:
     alternatives: Annotated[tuple[Alternative, ...], OmitDefault()] = ()
     breakdown: Breakdown | None = None
     loss_division: Annotated[LossDivision, OmitDefault()] = AVERAGED_LOSS
+    stage_parts: Annotated[tuple[tuple[ModelPart, ...], ...], OmitDefault()] = ()
+    """The parts of the model that each stage holds, such as its layers; () in a plan of an earlier
+    version of autopipe.
+    """
+
+    @property
+    def stage_labels(self) -> tuple[str, ...]:
+        """The parts of the model that each stage holds as text, such as `layers 0–7`; "" for a
+        stage without such parts.
+        """
+        parts = self.stage_parts or ((),) * len(self.placement.stages)
+        return tuple(map(parts_text, parts))
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:
@@ -404,6 +418,11 @@ def read_plan(folder: Path) -> Plan:
     record = read_json_record(folder / PLAN_FILE, FORMAT)
     plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
     _check_prediction(record.at("predictions"), plan.prediction, plan.placement)
+    if plan.stage_parts and len(plan.stage_parts) != len(plan.placement.stages):
+        record.at("stage_parts").reject(
+            f"one entry for each of {len(plan.placement.stages)} "
+            f"{plural(len(plan.placement.stages), 'stage')}"
+        )
     summary = plan.summary
     peaks = summary.peak_memory_bytes
     if len(peaks) < max(1, plan.placement.devices):

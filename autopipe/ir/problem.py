@@ -16,6 +16,7 @@ from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, OmitDefault
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.measured_costs import Costs
+from autopipe.ir.model_parts import LayerSelection
 from autopipe.ir.training import LRScheduler, Training
 
 
@@ -199,12 +200,14 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A planning decision for the nodes whose names match. A plan that violates the decision is
-    rejected. Fields that are None decide nothing.
+    """A planning decision for the nodes whose names match, or for the nodes of layers. A plan that
+    violates the decision is rejected. Fields that are None decide nothing.
     """
 
-    match: str
-    """A glob over names of nodes, or a regular expression after `re:`."""
+    match: Annotated[str, OmitDefault()] = ""
+    """A glob over names of nodes, or a regular expression after `re:`. Either `match` or `layers`
+    is required.
+    """
     stage: Index | None = None
     """Stage of the nodes."""
     devices: tuple[Index, ...] | None = None
@@ -226,6 +229,10 @@ class Constraint:
     micro_batch_size: Size | None = None
     """Micro-batch size of the nodes' stage, a divisor of the micro-batch size of the step. Strategy
     `manual` supports it.
+    """
+    layers: Annotated[LayerSelection | None, OmitDefault()] = None
+    """Repeated layers for whose nodes the constraint holds: `[0, 7]` for layers 0 to 7, or texts
+    such as `encoder[0:4]` for layers 0 to 3 of the encoder.
     """
 
 

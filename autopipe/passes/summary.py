@@ -13,6 +13,7 @@ from autopipe.ir.plan import LossScores, Plan, Summary
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
+from autopipe.passes.analysis.layer_ranges import model_parts
 from autopipe.passes.cost.measured import cost_coverage
 from autopipe.passes.degrees import plan_degrees
 from autopipe.passes.lower.traffic import communication_bytes
@@ -88,6 +89,7 @@ def finished_plan(
         device_names=tuple(device.name for device in cluster.devices) if cluster.groups else (),
         loss_division=problem.loss_division,
         breakdown=breakdown(problem, placement, schedule, prediction, timeline.end),
+        stage_parts=tuple(model_parts(graph, stage.nodes) for stage in placement.stages),
     )
 
 

@@ -15,6 +15,7 @@ import yaml
 from autopipe.api.plan_folder import open_plan, placement_text
 from autopipe.api.request import chosen_strategy
 from autopipe.configs.zoo import build, configure
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.frontend import read_model
@@ -51,7 +52,16 @@ def placed(
     graph = perceptron([16] * 5)
     first = Stage((0, 1, 2, 3), (0, 1), 8, ((0, COLUMNS), (2, ROWS)))
     placement = Placement((first, Stage((4, 5, 6, 7), second, 8, splits)))
-    return problem(graph, cluster(4)), placement_text(graph, placement)
+    return problem(graph, cluster(4)), nodes_text(graph, placement)
+
+
+def nodes_text(graph: Graph, placement: Placement) -> str:
+    """The text of a placement of four layers, with nodes in place of layers."""
+    text = placement_text(graph, placement)
+    for layers, nodes in (("[0, 1]", "[matmul0, relu3]"), ("[2, 3]", "[matmul4, relu7]")):
+        assert f"    layers: {layers}\n" in text
+        text = text.replace(f"    layers: {layers}\n", f"    nodes:\n    - {nodes}\n")
+    return text
 
 
 def moved(text: str) -> str:
@@ -84,7 +94,7 @@ def test_one_device_computes_a_moved_node_whole() -> None:
 def test_devices_that_cannot_be_divided_so_share_samples() -> None:
     graph = perceptron([16] * 5, batch=6)
     first = Stage((0, 1, 2, 3), (0, 1), 6, ((0, COLUMNS), (2, ROWS)))
-    text = placement_text(graph, Placement((first, Stage((4, 5, 6, 7), (2, 3, 4), 6))))
+    text = nodes_text(graph, Placement((first, Stage((4, 5, 6, 7), (2, 3, 4), 6))))
     second = stages_of(moved(text), problem(graph, cluster(5)))[1]
     assert second.splits == ((2, (Split("m", 3),)),)
 
@@ -93,7 +103,7 @@ def test_what_a_stage_says_of_all_nodes_counts_where_the_split_does_not_fit() ->
     graph = perceptron([16] * 5, batch=6)
     every = tuple((node, (Split("m" if node % 2 == 0 else "x0", 3),)) for node in (4, 5, 6, 7))
     first = Stage((0, 1, 2, 3), (0, 1), 6, ((0, COLUMNS), (2, ROWS)))
-    text = placement_text(graph, Placement((first, Stage((4, 5, 6, 7), (2, 3, 4), 6, every))))
+    text = nodes_text(graph, Placement((first, Stage((4, 5, 6, 7), (2, 3, 4), 6, every))))
     assert "'*'" in text
     second = stages_of(moved(text), problem(graph, cluster(5)))[1]
     assert [len(splits) for _, splits in second.splits] == [1] * 6
@@ -101,7 +111,7 @@ def test_what_a_stage_says_of_all_nodes_counts_where_the_split_does_not_fit() ->
 
 
 @pytest.mark.parametrize("degrees", [(2, 1, 2), (2, 2, 1)])
-def test_a_layer_of_a_split_plan_moves_by_its_line(
+def test_a_layer_of_a_split_plan_moves_by_its_number(
     command_line: CommandLine, degrees: tuple[int, int, int]
 ) -> None:
     build(configure("gpt", GPT)).save(command_line.folder / "gpt.onnx")
@@ -112,15 +122,9 @@ def test_a_layer_of_a_split_plan_moves_by_its_line(
     before = open_plan(Path("p"))
     path = Path("p/placement.yaml")
     text = path.read_text()
-    # A line of the first stage goes to the beginning of the second one.
-    head, _, tail = text.partition("  - devices: ")
-    first, _, rest = tail.partition("  - devices: ")
-    layer = [line for line in first.splitlines(keepends=True) if re.match(r"    - /layers", line)][
-        -1
-    ]
-    edited = head + "  - devices: " + first.replace(layer, "", 1) + "  - devices: "
-    edited += rest.replace("    nodes:\n", "    nodes:\n" + layer, 1)
-    path.write_text(edited)
+    # A layer of the first stage goes to the second one.
+    assert "    layers: [0, 1]\n" in text and "    layers: [2, 3]\n" in text
+    path.write_text(text.replace("layers: [0, 1]", "layers: [0, 0]").replace("[2, 3]", "[1, 3]"))
     command_line.done("plan", "--from", "p", "-q", "-o", "q")
     after = open_plan(Path("q"))
     own = before.plan.placement.stage_of()
@@ -207,6 +211,7 @@ def test_layers_of_an_export_are_named(tmp_path: Path) -> None:
         )
     )
     text = placement_text(graph, placement, layers)
-    assert text.count("# model.h.1\n") == 2 and text.count("# model.h.0\n") == 1
+    assert "    layers: [0, 0]\n" in text
+    assert text.count("# model.h.1\n") == 2 and "# model.h.0\n" not in text
     given = replace(problem(perceptron([8, 8]), cluster(2)), graph=graph, batch_size=8)
     assert stages_of(text, given) == placement.stages

@@ -87,10 +87,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         == 0
     )
     placement = folder / "one/placement.yaml"
-    first, late, rest = placement.read_text().partition("    - /layers.2/*\n")
+    text = placement.read_text()
+    assert "    layers: [0, 3]\n" in text
+    first, late, rest = text.partition("    - [/norm")
     nodes, key, end = rest.partition("    splits:\n")
     splits, name, _ = end.partition("  name: explicit\n")
+    first = first.replace("    layers: [0, 3]\n    nodes:\n", "    nodes:\n")
+    first += "    - /layers.0/*\n    - /layers.1/*\n"
     head = "  - devices: [2, 3]\n    micro_batch_size: 2\n    recompute: false\n    nodes:\n"
+    late = "    - /layers.2/*\n    - /layers.3/*\n" + late
     placement.write_text(first + key + splits + head + late + nodes + key + splits + name)
     assert main(["plan", "--from", str(folder / "one"), "-q", "-o", str(folder / "two")]) == 0
     return folder
@@ -144,8 +149,8 @@ def test_a_stage_is_cut_in_two(planned: CommandLine) -> None:
 def test_a_moved_layer_is_split_as_its_new_stage(planned: CommandLine) -> None:
     before = open_plan(Path("two")).plan.placement.stages
     edited(
-        ("    - /layers.2/*\n", ""),
-        ("    - /layers.1/*\n", "    - /layers.1/*\n    - /layers.2/*\n"),
+        ("layers: [2, 3]", "layers: [3, 3]"),
+        ("layers: [0, 1]", "layers: [0, 2]"),
     )
     again_planned, data = again(planned)
     after = again_planned.plan.placement.stages
@@ -265,9 +270,10 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ([("    - /layers.1/*\n", "")], ["is in no stage, and ", "/layers.1/"]),
-        ([("    - /layers.2/*\n", "    - /layers.1/*\n    - /layers.2/*\n")], ["is in stages 0 and 1", "'/layers.1/"]),
-        ([("/layers.1/*", "/layer.1/*")], ["stage 0: '/layer.1/*' matches the name of no node", "/layers.1/"]),
+        ([("layers: [0, 1]", "layers: [0, 0]")], ["layer 1 is in no stage", "add the layer to"]),
+        ([("layers: [2, 3]", "layers: [1, 3]")], ["layer 1 is in stages 0 and 1, expected one stage"]),
+        ([("layers: [0, 1]", "layers: [0, 4]")], ["stage 0: layers [0, 4] selects layer 4", "use numbers from 0 to 3"]),
+        ([("[/token", "[/taken")], ["stage 0: '/taken", "matches the name of no node", "'/token"]),
         ([("devices: [2, 3]", "devices: [2, 7]")], ["stage 1 lists device 7, but the cluster has 4", "0 to 3"]),
         ([("devices: [2, 3]", "devices: [2-x]")], ["stage 1: '2-x' is not a device"]),
         ([("devices: [2, 3]", "devices: [2, 2]")], ["stage 1 lists device 2 twice"]),
@@ -278,8 +284,7 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
         ([("micro_batch_size: 2", "micro_batch_size: 0")], ["stage 0 has micro-batches of 0 samples"]),
         ([("- devices: [2, 3]", "- device: [2, 3]")], ["placement.yaml:", "'device'", "devices"]),
         ([("devices: [0, 1]", "devices: [2-3]"), ("devices: [2, 3]", "devices: [0-1]"),
-          ("    - /layers.2/*\n", ""), ("    - /layers.1/*\n", "    - /layers.2/*\n"),
-          ("    - [/norm", "    - /layers.1/*\n    - [/norm")],
+          ("layers: [2, 3]", "layers: [1, 1]"), ("layers: [0, 1]", "layers: ['layer[0]', 'layer[2:]']")],
          ["is in stage 0, but it reads a value of '/layers.1/", "in the later stage 1"]),
     ],
 )  # fmt: skip

@@ -50,9 +50,14 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 EXPORTER = "onnxscript"
 """Package that torch's exporter imports and that neither torch nor transformers requires."""
 EDIT = "cp -r four.plan edited.plan && $EDITOR edited.plan/placement.yaml"
-FIRST_STAGE = "    - [node_layer_norm_2, node_add_351]\n"
-MOVED = "    # model.transformer.h.1\n    - [node_layer_norm_3, node_add_418]\n"
-"""Last line of the first stage in four.plan/placement.yaml, and the line that moves there."""
+EDITS = (
+    ("    layers: [0, 0]\n", "    layers: [0, 1]\n"),
+    ("    # model.transformer.h.1\n    - [node_layer_norm_2, node_add_351]\n", ""),
+    ("    nodes:\n    # model.transformer.h.1\n    - [node_layer_norm_3, node_add_418]\n", ""),
+)
+"""Texts of four.plan/placement.yaml, and their replacements that give layer 1 to the first stage."""
+LACKING = "    layers: [3, 3]\n"
+"""A line of four.plan/placement.yaml without which a layer is in no stage."""
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Reader:
     missing: set[str] = field(default_factory=set)
     """Modules of the exporter that the commands `pip install` of the pages do not install."""
     configurations: Iterator[str] = field(
-        default_factory=lambda: iter(("four", "by-hand", "chimera", "placement"))
+        default_factory=lambda: iter(("four", "by-hand", "by-name", "chimera", "placement"))
     )
 
     def do(self, kind: str, text: str) -> None:
@@ -147,12 +152,11 @@ class Reader:
             self.problems.append(f"{command} printed no {sorted(missing)} but\n{said}")
 
     def _edit(self, *, first: bool) -> None:
-        """Move nodes to the first stage if `first`; otherwise delete them from the second one."""
+        """Give layer 1 to the first stage if `first`; otherwise delete layer 3."""
         text = (self.folder / "four.plan" / "placement.yaml").read_text(encoding="utf-8")
-        assert FIRST_STAGE in text and MOVED in text
-        text = text.replace(MOVED, "")
-        if first:
-            text = text.replace(FIRST_STAGE, FIRST_STAGE + MOVED)
+        for old, new in EDITS if first else ((LACKING, ""),):
+            assert old in text
+            text = text.replace(old, new)
         (self.folder / "edited.plan" / "placement.yaml").write_text(text, encoding="utf-8")
 
 

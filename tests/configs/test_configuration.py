@@ -58,7 +58,15 @@ REFUSED = {
     ),
     "missing key": (
         "constraints:\n  - {stage: 1}\n",
-        "c.yaml:2: constraints[0] lacks the key 'match'",
+        "c.yaml:2: constraints[0] has neither match nor layers, expected one of them",
+    ),
+    "nodes and layers": (
+        "constraints:\n  - {match: a, layers: [0, 1], stage: 1}\n",
+        "c.yaml:2: constraints[0] has both match and layers, expected one of them",
+    ),
+    "three layers": (
+        "constraints:\n  - {layers: [0, 1, 2], stage: 1}\n",
+        "c.yaml:2: constraints[0].layers: 3 items where 2 are expected",
     ),
     "no for text": ("loss: no\n", "c.yaml:1: loss is no (which YAML reads as false)"),
     "number for text": ("loss: 5\n", "c.yaml:1: loss is 5 (expected text"),
@@ -368,7 +376,7 @@ def pairs(values: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[tuple[st
 
 CONSTRAINTS = st.builds(
     c.Constraint,
-    match=TEXT.filter(lambda text: not text.startswith("re:")),
+    match=TEXT.filter(lambda text: text and not text.startswith("re:")),
     stage=st.integers(0, 99),
     devices=st.none()
     | st.just("all")

@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import are_even_splits, even_degree_hint
+from autopipe.ir.model_parts import LayerSelection
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.ir.space import AxisKind
 from autopipe.ir.words import plural
+from autopipe.passes.analysis.layer_ranges import (
+    nodes_of_layers,
+    selected_layers,
+    selection_text,
+)
 from autopipe.passes.analysis.operators import SampleAxes
 
 BATCH_AXIS = "b"
@@ -37,6 +43,8 @@ class ResolvedConstraint:
 
     def __str__(self) -> str:
         match = self.constraint.match
+        if self.constraint.layers is not None:
+            return f"the constraint on layers {selection_text(self.constraint.layers)}"
         return f"the constraint on {match!r}" if self.constraint.nodes is None else match
 
 
@@ -133,6 +141,8 @@ def _resolve_constraint(problem: Problem, constraint: Constraint) -> ResolvedCon
     if constraint.nodes is not None:
         positions = {node.name: index for index, node in enumerate(graph.nodes)}
         nodes = tuple(sorted(positions[name] for name in constraint.nodes))
+    elif constraint.layers is not None:
+        nodes = nodes_of_layers(graph, _selected_layers(graph, constraint.layers))
     else:
         nodes = _matching_nodes(graph, constraint.match)
     if not nodes:
@@ -147,24 +157,32 @@ def _resolve_constraint(problem: Problem, constraint: Constraint) -> ResolvedCon
             else "",
             where="constraints",
         )
+    resolved = ResolvedConstraint(constraint, nodes, None)
     if constraint.stage is not None and constraint.stage < 0:
         raise ConfigurationError(
-            f"the constraint {constraint.match!r} requires stage {constraint.stage}, expected at "
-            "least 0",
+            f"{resolved} requires stage {constraint.stage}, expected at least 0",
             where="constraints",
         )
     if devices is None:
-        return ResolvedConstraint(constraint, nodes, None)
+        return resolved
     unknown = [device for device in devices if not 0 <= device < size]
     if unknown:
         raise ConfigurationError(
-            f"the constraint {constraint.match!r} requires device {unknown[0]}, but the cluster "
-            f"has {size} {plural(size, 'device')}",
+            f"{resolved} requires device {unknown[0]}, but the cluster has "
+            f"{size} {plural(size, 'device')}",
             hint=f"use devices 0 to {size - 1}",
         )
     return ResolvedConstraint(
         constraint, nodes, tuple(dict.fromkeys(devices)) or tuple(range(size))
     )
+
+
+def _selected_layers(graph: Graph, layers: LayerSelection) -> tuple[tuple[str, int], ...]:
+    """Return the layers that a constraint selects (`selected_layers`). Errors name the key."""
+    try:
+        return selected_layers(graph, layers)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, error.hint, "constraints") from error
 
 
 def _matching_nodes(graph: Graph, match: str) -> tuple[int, ...]:

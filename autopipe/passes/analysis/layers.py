@@ -15,7 +15,6 @@ often lie inside the first layer. `_side_branches_first` moves them to the front
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -66,7 +65,7 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
     classes do not overlap. The result depends only on the order and the structure of the nodes.
     """
     has_parameter = np.array([_reads_parameter(graph, node) for node in graph.nodes], dtype=bool)
-    is_heavy = has_parameter & np.array([_does_most_work(node) for node in graph.nodes], dtype=bool)
+    is_heavy = has_parameter & np.array([does_most_work(node) for node in graph.nodes], dtype=bool)
     order = _side_branches_first(graph, is_heavy.tolist())
     labels, wiring = _labels_and_wiring(graph, order)
     repeats = find_repeats(labels, wiring, has_parameter[order], is_heavy[order])
@@ -74,11 +73,10 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
 
 
 def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
-    """Return a name for each class, unique among `classes`, from the names of the parameters that
-    its layers read, otherwise from the names of their nodes. A number is appended to a name that
-    several classes would have.
+    """Return a name for each class, from the names of the parameters that its layers read,
+    otherwise from the names of their nodes. Several classes can have one name, for example layers
+    with different attention masks; `layer_ranges` numbers their layers together.
     """
-    counts: Counter[str] = Counter()
     names = []
     for each in classes:
         slots = zip(*each.instances, strict=True)
@@ -92,9 +90,7 @@ def name_layers(graph: Graph, classes: Sequence[LayerClass]) -> tuple[str, ...]:
         name = layer_name(operands)
         if not name:
             name = layer_name([node.name for node in corresponding] for corresponding in nodes)
-        name = name or DEFAULT_NAME
-        counts[name] += 1
-        names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
+        names.append(name or DEFAULT_NAME)
     return tuple(names)
 
 
@@ -114,7 +110,7 @@ def _reads_parameter(graph: Graph, node: Node) -> bool:
     return any(graph.parameter(name) is not None for name in node.inputs)
 
 
-def _does_most_work(node: Node) -> bool:
+def does_most_work(node: Node) -> bool:
     """True for a matmul, a convolution and a recurrent layer."""
     operator = OPERATORS.get(qualified_name(node))
     return operator is not None and operator.kind in _HEAVY_KINDS

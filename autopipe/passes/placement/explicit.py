@@ -14,15 +14,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from autopipe.ir.batch import resize_batch
+from autopipe.ir.codec import OmitDefault
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
+from autopipe.ir.model_parts import LayerSelection
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import axis_of_node, checked_splits
+from autopipe.passes.analysis.inherited_stages import inherited_stages
+from autopipe.passes.analysis.layer_ranges import (
+    layer_selection,
+    layer_series,
+    nodes_of_layers,
+    selected_layers,
+)
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 
@@ -247,9 +256,13 @@ class ExplicitStage:
 
     devices: tuple[int | str, ...]
     """The devices, in the order in which splits number them. `0-3` means devices 0, 1, 2 and 3."""
-    nodes: tuple[NodeEntry, ...]
+    nodes: tuple[NodeEntry, ...] = ()
     """The nodes: names, globs over names, indices into the graph's nodes (for equal or empty
     names), or `[first, last]` for a range in the order of the graph.
+    """
+    layers: Annotated[LayerSelection | None, OmitDefault()] = None
+    """Repeated layers of the model whose nodes are in the stage, in addition to `nodes`: `[first,
+    last]` for a range of layers, or texts such as `encoder[0:4]` for layers 0 to 3 of the encoder.
     """
     micro_batch_size: int | None = None
     """Samples per micro-batch of the stage. Default: the step's micro-batch size."""
@@ -306,7 +319,12 @@ class Explicit:
     name: ClassVar[str] = "explicit"
 
     placement: tuple[ExplicitStage, ...] = ()
-    """The stages in order. A stage may read values of earlier stages only."""
+    """The stages in order. A stage may read values of earlier stages only.
+
+    If a stage of a pipeline lists layers, nodes of this pipeline that are in no stage and in no
+    repeated layer, such as the embedding and the head, join the last of the stages that they read
+    from. If they read from no stage, they join the first stage that reads their result.
+    """
 
     @property
     def devices(self) -> int:
@@ -338,12 +356,12 @@ class Explicit:
     def run(self, problem: Problem) -> Placement:
         """Return the written placement.
 
-        Raise ConfigurationError, which names the stage or the node, if a node is in no stage or in
-        several, a stage reads from a later stage, a device does not exist, or a split is not
-        possible.
+        Raise ConfigurationError, which names the stage, the layer or the node, if a node is in no
+        stage or in several, a layer does not exist, a stage reads from a later stage, a device does
+        not exist, or a split is not possible.
         """
         names = NodeNames(problem.graph)
-        homes = [_stage_nodes(names, index, each) for index, each in enumerate(self.placement)]
+        homes = self._listed_nodes(problem.graph, names)
         stages = []
         for index, each in enumerate(self.placement):
             moved = self._splits_of_moved_nodes(names, homes, index)
@@ -357,6 +375,36 @@ class Explicit:
             _check_partition(problem.graph, placement, pipeline)
         _check_order(problem.graph, placement)
         return placement
+
+    def _listed_nodes(self, graph: Graph, names: NodeNames) -> list[set[int]]:
+        """Return the nodes of each stage: the nodes that the stage lists, the nodes of its layers
+        and, in a pipeline with layers, the nodes outside of layers that no stage lists.
+        """
+        homes = []
+        owner: dict[tuple[int, str, int], int] = {}
+        for index, each in enumerate(self.placement):
+            with _add_stage_to_errors(index):
+                nodes = {node for entry in each.nodes for node in names.selected_nodes(entry)}
+                layers = () if each.layers is None else selected_layers(graph, each.layers)
+            for name, number in layers:
+                other = owner.setdefault((each.pipeline, name, number), index)
+                if other != index:
+                    raise ConfigurationError(
+                        f"{name} {number} is in stages {other} and {index}, expected one stage",
+                        "remove the layer from all but one of the stages",
+                    )
+            homes.append(nodes.union(nodes_of_layers(graph, layers)))
+        for pipeline in {each.pipeline for each in self.placement if each.layers is not None}:
+            own = [index for index, each in enumerate(self.placement) if each.pipeline == pipeline]
+            of = f" of pipeline {pipeline}" if len(own) < len(homes) else ""
+            _check_layers(graph, [homes[index] for index in own], of)
+            _add_nodes_outside_layers(graph, [homes[index] for index in own])
+        for index, nodes in enumerate(homes):
+            if not nodes:
+                raise ConfigurationError(
+                    f"stage {index} has no nodes", hint="add nodes to the stage, or remove it"
+                )
+        return homes
 
     def _splits_of_moved_nodes(
         self, names: NodeNames, homes: Sequence[set[int]], index: int
@@ -394,15 +442,29 @@ def _selects_moved_nodes(entry: NodeEntry, meant: Sequence[int], home: set[int])
     return home.isdisjoint(meant)
 
 
-def _stage_nodes(names: NodeNames, index: int, given: ExplicitStage) -> set[int]:
-    """Return the nodes that stage `index` lists. Raise ConfigurationError if it lists none."""
-    with _add_stage_to_errors(index):
-        nodes = {node for entry in given.nodes for node in names.selected_nodes(entry)}
-    if not nodes:
-        raise ConfigurationError(
-            f"stage {index} has no nodes", hint="add nodes to the stage, or remove it"
-        )
-    return nodes
+def _check_layers(graph: Graph, homes: Sequence[set[int]], of: str) -> None:
+    """Raise ConfigurationError if all nodes of a layer are in none of the stages whose nodes are
+    `homes`. `of` names their pipeline in the message.
+    """
+    placed = set[int]().union(*homes)
+    for series in layer_series(graph):
+        for number, layer in enumerate(series.layers):
+            if placed.isdisjoint(layer):
+                raise ConfigurationError(
+                    f"{series.name} {number} is in no stage{of}",
+                    "add the layer to the layers of a stage",
+                )
+
+
+def _add_nodes_outside_layers(graph: Graph, homes: Sequence[set[int]]) -> None:
+    """Add the nodes that are in no layer and in no stage to the stages of a pipeline, whose nodes
+    are `homes`.
+    """
+    wanted = {node: index for index, nodes in enumerate(homes) for node in nodes}
+    inside = {node for series in layer_series(graph) for layer in series.layers for node in layer}
+    for node, each in enumerate(inherited_stages(graph, wanted)):
+        if node not in wanted and node not in inside:
+            homes[each.stage].add(node)
 
 
 def _make_stage(
@@ -585,23 +647,28 @@ def _node_text(graph: Graph, node: int) -> str:
 
 def explicit_strategy(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Explicit:
     """Return the strategy that produces exactly this placement of `graph`, with as few entries as
-    ranges and globs permit.
+    ranges of layers, ranges of nodes and globs permit. Complete layers are written as layers, and
+    all other nodes as nodes.
 
     If `layers` contains the name of each node's layer, no range of nodes extends beyond one layer.
     """
     names = NodeNames(graph)
     samples = sample_axes(graph)
     everywhere = range(len(names.names))
-    return Explicit(
-        tuple(
+    stages = []
+    for stage in placement.stages:
+        selection, inside = layer_selection(graph, stage.nodes)
+        remaining = set(stage.nodes).difference(inside)
+        stages.append(
             ExplicitStage(
                 devices=tuple(device_entries(stage.devices)),
+                layers=selection,
                 nodes=node_entries(
                     names,
-                    stage.nodes,
+                    remaining,
                     everywhere,
-                    set(stage.nodes),
-                    layer_globs(names, stage.nodes),
+                    remaining,
+                    layer_globs(names, sorted(remaining)),
                     layers,
                 ),
                 micro_batch_size=stage.micro_batch_size,
@@ -609,9 +676,8 @@ def explicit_strategy(graph: Graph, placement: Placement, layers: Sequence[str] 
                 pipeline=stage.pipeline,
                 splits=_split_entries(names, samples, stage),
             )
-            for stage in placement.stages
         )
-    )
+    return Explicit(tuple(stages))
 
 
 def _split_entries(

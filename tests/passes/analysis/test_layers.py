@@ -104,7 +104,7 @@ def test_names_of_modules_name_the_class(path: str, expected: str) -> None:
     assert layer_name([[path.format(number) for number in range(3)]]) == expected
 
 
-def test_classes_of_one_name_are_numbered() -> None:
+def test_classes_can_have_one_name() -> None:
     builder = Builder()
     hidden = builder.input((4, 4))
     for op in ("Tanh", "Tanh", "Sigmoid", "Sigmoid"):
@@ -112,7 +112,7 @@ def test_classes_of_one_name_are_numbered() -> None:
     graph = builder.graph(builder.mean_square(hidden))
     classes = find_layers(graph)
     assert classes == (LayerClass(((0, 1), (2, 3))), LayerClass(((4, 5), (6, 7))))
-    assert name_layers(graph, classes) == ("w layer", "w layer 2")
+    assert name_layers(graph, classes) == ("w layer", "w layer")
 
 
 def test_absent_results_and_operands_are_no_values() -> None:
