@@ -26,19 +26,22 @@ from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def node_labels(graph: Graph, compared_elements: int | None = None) -> tuple[int, ...]:
+def node_labels(
+    graph: Graph, compared_elements: int | None = None, compare_results: bool = True
+) -> tuple[int, ...]:
     """Return a number for each node of the graph. Two nodes have equal numbers if, and only if,
     they are equal, as the module's docstring defines.
 
     The elements of a constant are compared if it has at most `compared_elements` elements, or if
     `compared_elements` is None. The kind of a value is trained parameter, buffer, constant or
-    other value.
+    other value. If `compare_results` is False, nodes can be equal whose numbers of results differ,
+    because only one of them has an optional result.
     """
     known: dict[Hashable, int] = {}
     described: dict[str, Hashable] = {"": None}
     labels = []
     for node in graph.nodes:
-        names = (*node.inputs, *node.outputs)
+        names = (*node.inputs, *(node.outputs if compare_results else ()))
         for name in names:
             if name not in described:
                 described[name] = _describe(graph, name, compared_elements)

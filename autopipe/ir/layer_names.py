@@ -41,6 +41,11 @@ _IRREGULAR_SINGULARS: Final = {"branches": "branch", "boxes": "box"}
 """Singular forms of plurals that do not only end in s."""
 _MIN_PLURAL_CHARACTERS: Final = 3
 """A word with more characters than this that ends in s is assumed to be a plural."""
+_MIN_WORD_CHARACTERS: Final = 3
+"""Minimum number of characters of a word that names layers. Shorter ones, such as `n`, are
+variables."""
+_MODEL_SUFFIX: Final = re.compile(r"_?(model|module)$")
+"""End of the name of a module that the name of a class does not contain."""
 _EXPORTER_PREFIXES: Final = ("onnx::", "node_", "val_")
 """Beginnings of names that torch's exporters invent. Such a name tells nothing about a layer."""
 _PART_PATTERNS: Final = (
@@ -63,9 +68,43 @@ def layer_name(slots: Iterable[Sequence[str]]) -> str:
     An entry of `slots` contains the names that one parameter or node of the layer has in several
     layers of the class.
     """
-    found = Counter(_common_name(names[:_MAX_SAMPLED_LAYERS]) for names in slots)
-    del found[""]
-    return found.most_common(1)[0][0] if found else ""
+    return _class_words(layer_path(slots))
+
+
+def layer_path(slots: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the path of the modules that contain the layers of a class, such as (`text_model`,
+    `encoder`, `layers`): the most frequent path from which a name follows; () if there is none.
+    `slots` is as in `layer_name`.
+    """
+    found = Counter(_common_path(names[:_MAX_SAMPLED_LAYERS]) for names in slots)
+    named = [path for path, _ in found.most_common() if _class_words(path)]
+    return named[0] if named else ()
+
+
+def distinct_names(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the name of each class whose layers are in the modules with these paths. If names are
+    equal, the first module in which the paths differ precedes them, as in `text encoder layer`.
+    Names are equal if the paths differ in numbers only.
+    """
+    found = [_class_words(path) for path in paths]
+    for name in {each for each in found if each}:
+        places = [place for place, each in enumerate(found) if each == name]
+        known = [_known_words(paths[place]) for place in places]
+        depth = next(
+            (
+                index
+                for index in range(min(map(len, known)))
+                if len({words[index] for words in known}) > 1
+            ),
+            None,
+        )
+        if depth is None:
+            continue
+        for place, words in zip(places, known, strict=True):
+            module = _MODEL_SUFFIX.sub("", words[depth].lower())
+            if module not in _GENERIC and module not in name.split():
+                found[place] = _plain_text(f"{module} {name}")
+    return tuple(found)
 
 
 def part_name(name: str) -> str:
@@ -89,16 +128,16 @@ def suffix_after_number(names: Sequence[str]) -> str:
     return "" if place is None else ".".join(_words(names[0])[place + 1 :])
 
 
-def _common_name(names: Sequence[str]) -> str:
-    """Return the class name that follows from `names`, the names of one parameter or node in
-    several layers; "" if the names do not differ in exactly one number.
+def _common_path(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of `names`, the names of one parameter or node in several layers, up to the
+    number in which they differ, without this number; () if they do not differ in one number.
     """
     place = _differing_place(names)
     if place is None:
-        return ""
+        return ()
     words = _words(names[0])
     numbered = _NUMBERED.fullmatch(words[place])
-    return "" if numbered is None else _class_words([*words[:place], numbered[1]])
+    return () if numbered is None else (*words[:place], numbered[1])
 
 
 def _differing_place(names: Sequence[str]) -> int | None:
@@ -127,19 +166,32 @@ def _class_words(path: Sequence[str]) -> str:
     """Return the class name for layers in the module with the path `path`, such as `decoder layer`
     for `decoder.layers`. Return "" if no word of the path says anything about the layers.
     """
-    known = [word for word in path if word and not word.isdigit() and word not in _CONTAINERS]
+    known = _known_words(path)
     if not known:
         return ""
     last = known[-1].lower()
     if last in _GENERIC:
         around = [word for word in known[:-1] if word.lower() not in _GENERIC]
         words = [*map(_singular, around[-1:]), _GENERIC[last]]
+    elif len(last) < _MIN_WORD_CHARACTERS:
+        return ""
     elif _singular(last) != last:
         words = [_singular(last)]
     else:
         words = [last, DEFAULT_NAME]
-    text = re.sub(r"[^A-Za-z0-9]+", " ", " ".join(words)).strip()
-    return text[:_MAX_CHARACTERS].strip()
+    return _plain_text(" ".join(words))
+
+
+def _known_words(path: Sequence[str]) -> list[str]:
+    """Return the words of a path that are neither numbers nor names of containers."""
+    return [word for word in path if word and not word.isdigit() and word not in _CONTAINERS]
+
+
+def _plain_text(text: str) -> str:
+    """Return a text without characters other than letters, digits and single spaces, and with at
+    most `_MAX_CHARACTERS` characters.
+    """
+    return re.sub(r"[^A-Za-z0-9]+", " ", text).strip()[:_MAX_CHARACTERS].strip()
 
 
 def _singular(word: str) -> str:

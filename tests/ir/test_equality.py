@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,16 @@ def test_equal_nodes_have_equal_labels(graph: Graph, compared: int) -> None:
                 describe(graph, name, compared) for name in other_names
             ]
         assert (label == other_label) == equal
+
+
+def test_absent_results_count_only_if_results_are_compared() -> None:
+    builder = Builder()
+    value = builder.node("Tanh", builder.node("Tanh", builder.input((4, 4))))
+    graph = builder.graph(value)
+    first, second = graph.nodes
+    graph = replace(graph, nodes=(replace(first, outputs=(*first.outputs, "")), second))
+    assert len(set(node_labels(graph))) == 2
+    assert len(set(node_labels(graph, compare_results=False))) == 1
 
 
 def test_loops_are_equal_if_their_bodies_are() -> None:

@@ -6,13 +6,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.graph import Graph
-from autopipe.ir.layer_names import layer_name
+from autopipe.ir.graph import DType, Graph
+from autopipe.ir.layer_names import distinct_names, layer_name
 from autopipe.passes.analysis.layers import LayerClass, find_layers, name_layers
 from autopipe.passes.frontend import read_model
 from tests.distributed.support.builder import Builder, mlp
@@ -31,7 +32,7 @@ def summary(graph: Graph) -> dict[str, int]:
     [
         ("gpt", {"layer": 2}),
         ("llama", {"layer": 2}),
-        ("bert", {"layer": 3}),
+        ("bert", {}),  # one layer, whose three projections are no layers
         ("transformer", {}),  # one encoder layer and one decoder layer
         ("alexnet", {}),
     ],
@@ -112,7 +113,7 @@ def test_classes_can_have_one_name() -> None:
     graph = builder.graph(builder.mean_square(hidden))
     classes = find_layers(graph)
     assert classes == (LayerClass(((0, 1), (2, 3))), LayerClass(((4, 5), (6, 7))))
-    assert name_layers(graph, classes) == ("w layer", "w layer")
+    assert name_layers(graph, classes) == ("layer", "layer")
 
 
 def test_absent_results_and_operands_are_no_values() -> None:
@@ -130,3 +131,94 @@ def test_absent_results_and_operands_are_no_values() -> None:
     )
     (found,) = find_layers(replace(graph, nodes=nodes))
     assert found.instances == ((2, 3), (4, 5))
+
+
+def test_the_last_layer_may_lack_an_optional_result() -> None:
+    """A normalization with a skip connection returns the sum only if a next layer reads it."""
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    for _ in range(3):
+        hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
+    graph = builder.graph(builder.mean_square(hidden))
+    nodes = tuple(
+        replace(node, outputs=(*node.outputs, "")) if index in (1, 3) else node
+        for index, node in enumerate(graph.nodes)
+    )
+    (found,) = find_layers(replace(graph, nodes=nodes))
+    assert found.instances == ((0, 1), (2, 3), (4, 5))
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(DType.FLOAT64, 3), (DType.INT64, 0)])
+def test_constants_must_be_equal_if_they_are_whole_numbers(dtype: DType, count: int) -> None:
+    """Layers can have different scales, but not different shapes or axes."""
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    for number in range(3):
+        product = builder.node("MatMul", hidden, builder.parameter((4, 4)))
+        constant = builder.constant(1 + number, dtype)
+        if dtype is DType.INT64:
+            constant = builder.node("Cast", constant, to=11)
+        hidden = builder.node("Mul", product, constant)
+    classes = find_layers(builder.graph(builder.mean_square(hidden)))
+    assert sum(each.count for each in classes) == count
+
+
+def test_layers_of_quantized_weights_are_found() -> None:
+    """Quantized weights are constants, which a node converts to real numbers."""
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    for number in range(3):
+        weight = builder.constant(np.full((4, 4), number), DType.INT8)
+        real = builder.node("Cast", weight, to=11)
+        hidden = builder.node("Tanh", builder.node("MatMul", hidden, real))
+    (found,) = find_layers(builder.graph(builder.mean_square(hidden)))
+    assert found.instances == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+
+
+def test_nodes_of_two_branches_can_be_mixed() -> None:
+    """Files of optimizers can contain the nodes of an encoder between the nodes of a decoder."""
+    builder = Builder()
+    towers = {"E": builder.input((4, 4)), "D": builder.input((4, 4))}
+    counts = dict.fromkeys(towers, 0)
+    for tower in "EDEEEDDEDEDDEEDD":
+        op = ("MatMul", "Tanh" if tower == "E" else "Sigmoid")[counts[tower] % 2]
+        weight = (builder.parameter((4, 4)),) if op == "MatMul" else ()
+        towers[tower] = builder.node(op, towers[tower], *weight)
+        counts[tower] += 1
+    graph = builder.graph(builder.mean_square(builder.node("Mul", *towers.values())))
+    first, second = find_layers(graph)
+    assert (first.count, first.length, second.count, second.length) == (4, 2, 4, 2)
+    for each, op in ((first, "Tanh"), (second, "Sigmoid")):
+        assert all(graph.nodes[nodes[1]].op == op for nodes in each.instances)
+
+
+def test_projections_of_one_value_are_no_layers() -> None:
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    values = []
+    for _ in range(3):
+        value = builder.node("MatMul", hidden, builder.parameter((4, 4)))
+        for op in ("Tanh", "Sigmoid", "Neg"):
+            value = builder.node(op, value)
+        values.append(value)
+    joined = builder.node("Add", builder.node("Mul", values[0], values[1]), values[2])
+    assert find_layers(builder.graph(builder.mean_square(joined))) == ()
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (
+            ("vision_model.encoder.layers", "text_model.encoder.layers"),
+            ("vision encoder layer", "text encoder layer"),
+        ),
+        (("encoder.layer", "decoder.layer"), ("encoder layer", "decoder layer")),
+        (("stages.0.layers", "stages.1.layers"), ("stage layer", "stage layer")),
+        (("n",), ("",)),
+        ((), ()),
+    ],
+)
+def test_equal_names_get_the_module_in_which_they_differ(
+    paths: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    assert distinct_names([tuple(path.split(".")) for path in paths]) == expected

@@ -229,22 +229,22 @@ def test_what_cannot_be_followed_is_refused_in_one_line(
 
 def test_constraints_on_layers() -> None:
     """The nodes of layers are in their stages, also if a range is written as text."""
-    answer = place(Constraint(layers=(0, 1), stage=0), Constraint(layers="w[2:]", stage=1))
+    answer = place(Constraint(layers=(0, 1), stage=0), Constraint(layers="layer[2:]", stage=1))
     assert [stage.nodes for stage in answer.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        ((Constraint(layers=(0, 4), stage=0),), "selects w layer 4, but the model has 4"),
+        ((Constraint(layers=(0, 4), stage=0),), "selects layer 4, but the model has 4"),
         ((Constraint(layers="tower", stage=0),), "'tower' names no layers of the model"),
         (
             (Constraint(layers=(0, 1), stage=0), Constraint("matmul2", stage=1)),
             "the constraint on layers \\[0, 1\\] and the constraint on 'matmul2' require different",
         ),
         (
-            (Constraint(layers="w[1]", devices=(7,)),),
-            "the constraint on layers w\\[1\\] requires device 7",
+            (Constraint(layers="layer[1]", devices=(7,)),),
+            "the constraint on layers layer\\[1\\] requires device 7",
         ),
     ],
 )
