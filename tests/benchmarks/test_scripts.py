@@ -103,6 +103,7 @@ SLOW = {
 """
 
 TABLES = {
+    "layer_classes": "**{} of {} rows have repeated layers.**",
     "exported_models": "**{} of {} rows pass.**",
     "trained_parameters": "**{} of {} rows are equal**",
 }
@@ -349,6 +350,13 @@ def test_a_row_of_the_tables_of_exports(name: str, tmp_path: Path) -> None:
     told = run_apart(ROOT / "scripts" / f"{name}.py", "--tiny", "--table", str(table))
     assert len(told.splitlines()) == 1
     assert TABLES[name].format(1, 1) in table.read_text(encoding="utf-8")
+
+
+def test_a_row_of_the_table_of_layers(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    told = run_apart(ROOT / "scripts" / "layer_classes.py", "--tiny", "--table", str(table))
+    assert told == "rnnlm  zoo  9  2 × layer (2)  44%  \n"
+    assert "| rnnlm | zoo | 9 | 2 × layer (2) | 44% |  |" in table.read_text(encoding="utf-8")
 
 
 def test_environments_of_other_versions() -> None:
