@@ -73,11 +73,17 @@ def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
     recurrent layer with a weight. Instances of different classes do not overlap. The result depends
     only on the order and the structure of the nodes.
     """
-    found = _layers_in_order(graph, range(len(graph.nodes)))
+    labels = _labels(graph)
+    weights = _weights(graph)
+    is_heavy = np.array(
+        [does_most_work(node) and not weights.isdisjoint(node.inputs[:2]) for node in graph.nodes],
+        dtype=bool,
+    )
+    found = _layers_in_order(graph, labels, is_heavy, np.arange(len(graph.nodes)))
     if 2 * _covered_nodes(found) < len(graph.nodes):
         # Optimizers of files can interleave the nodes of parallel branches, such as an encoder and
         # the first layer of its decoder.
-        other = _layers_in_order(graph, _depth_first_order(graph))
+        other = _layers_in_order(graph, labels, is_heavy, np.array(_depth_first_order(graph)))
         if 4 * _covered_nodes(other) >= len(graph.nodes):
             found = max(found, other, key=_covered_nodes)
     return tuple(sorted(found, key=lambda each: min(map(min, each.instances))))
@@ -88,24 +94,20 @@ def _covered_nodes(classes: Sequence[LayerClass]) -> int:
     return sum(each.count * each.length for each in classes)
 
 
-def _layers_in_order(graph: Graph, given: Sequence[int]) -> tuple[LayerClass, ...]:
+def _layers_in_order(
+    graph: Graph, labels: Labels, is_heavy: NDArray[np.bool_], given: NDArray[np.int64]
+) -> tuple[LayerClass, ...]:
     """Return the layer classes of a graph whose nodes are read in the order `given`, except that
-    shared side branches are first.
+    shared side branches are first. `labels` and `is_heavy` are in the order of the graph.
     """
-    nodes = [graph.nodes[index] for index in given]
-    weights = _weights(graph)
-    is_heavy = np.array(
-        [does_most_work(node) and not weights.isdisjoint(node.inputs[:2]) for node in nodes],
-        dtype=bool,
-    )
-    places = _side_branches_first(graph, given, is_heavy.tolist())
-    order = [given[place] for place in places]
-    labels, wiring = _labels_and_wiring(graph, order)
-    repeats = find_repeats(labels, wiring, is_heavy[places], is_heavy[places])
+    places = _side_branches_first(graph, given.tolist(), is_heavy[given].tolist())
+    order = given[places]
+    wiring = _wiring(graph, order.tolist())
+    repeats = find_repeats(labels[order], wiring, is_heavy[order], is_heavy[order])
     return tuple(
-        _layer_class(each, order)
+        _layer_class(each, order.tolist())
         for each in repeats
-        if not _are_projections(wiring, each, is_heavy[places])
+        if not _are_projections(wiring, each, is_heavy[order])
     )
 
 
@@ -287,16 +289,16 @@ def _side_branches_first(graph: Graph, given: Sequence[int], is_heavy: Sequence[
     return front + [index for index in range(count) if index not in moved]
 
 
-def _labels_and_wiring(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
-    """Return (labels, wiring) of the nodes in `order`. Nodes that can correspond in equal layers
-    have equal labels; the wiring states which values they read and write.
-    """
+def _labels(graph: Graph) -> Labels:
+    """Return a number for each node. Nodes that can correspond in equal layers have equal numbers."""
     known: dict[Hashable, int] = {}
     pairs = zip(graph.nodes, node_labels(graph, 0, compare_results=False), strict=True)
-    keys = [(label, _compared_values(graph, node)) for node, label in pairs]
-    labels = np.array(
-        [known.setdefault(keys[place], len(known)) for place in order], dtype=np.int64
-    )
+    keys = ((label, _compared_values(graph, node)) for node, label in pairs)
+    return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
+
+
+def _wiring(graph: Graph, order: Sequence[int]) -> Wiring:
+    """Return the values that the nodes in `order` read and write."""
     numbers = {value.name: -1 - index for index, value in enumerate(graph.inputs)}
     operands: list[tuple[int, ...]] = []
     first_result = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
@@ -307,7 +309,7 @@ def _labels_and_wiring(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiri
             numbers[name] = written
             written += 1
         first_result[index + 1] = written
-    return labels, Wiring(operands, first_result)
+    return Wiring(operands, first_result)
 
 
 def _compared_values(graph: Graph, node: Node) -> tuple[bytes, ...]:
