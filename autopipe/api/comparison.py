@@ -16,9 +16,11 @@ from autopipe.api.timeline_figure import Picture, one_device_per_group, plan_pic
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
+from autopipe.ir.model_parts import ModelPart
 from autopipe.ir.placement import Placement, Stage, devices_text
 from autopipe.ir.plan import Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
+from autopipe.passes.analysis.layer_ranges import model_parts
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.placement.explicit import (
     NodeEntry,
@@ -59,6 +61,8 @@ class Change:
     entries: tuple[NodeEntry, ...]
     """Short names for the nodes. A pair of names stands for all nodes from the first to the second.
     """
+    parts: tuple[ModelPart, ...] = ()
+    """The parts of the model that consist of the nodes, such as layers; () for splits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class PlanDiff:
                     "after": each.after,
                     "nodes": len(each.nodes),
                     "named": each.entries,
+                    "layers": each.parts,
                 }
                 for each in changes
             ]
@@ -218,6 +223,8 @@ def _changes(
                 *pair,
                 tuple(nodes),
                 node_entries(names, nodes, everywhere, set(nodes), globs(names, nodes)),
+                # Nodes of one split have one role in all layers, and are only a part of each.
+                () if decision is splits else model_parts(graph, nodes),
             )
             for pair, nodes in sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
         )

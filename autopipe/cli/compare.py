@@ -21,6 +21,7 @@ from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.cli.plan_report import gap_text
+from autopipe.ir.model_parts import parts_text
 from autopipe.ir.output_kinds import REPORT, OutputFile, plan_inputs, write_texts
 from autopipe.ir.plan import Breakdown, Plan, Summary
 from autopipe.ir.words import bytes_text, plural, seconds_text
@@ -185,7 +186,8 @@ def _change_text(change: Change) -> str:
     told = ", ".join(named[:_MAX_NODE_ENTRIES]) + (
         ", ..." if len(named) > _MAX_NODE_ENTRIES else ""
     )
-    return f"{change.before} → {change.after}: {_nodes_text([change])} ({told})"
+    label = f"{parts_text(change.parts)}: " if change.parts else ""
+    return f"{change.before} → {change.after}: {_nodes_text([change])} ({label}{told})"
 
 
 def _nodes_text(changes: Sequence[Change]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def test_what_is_decided_otherwise(plans: Path, capsys: pytest.CaptureFixture[st
     first, second = (sum(stop - start for start, stop in ranges) for ranges in stages)
     assert moved.startswith(f"  devices of {first + second} nodes\n")
     assert f"0 → 1: {first} nodes (" in moved and f"1 → 0: {second} nodes (" in moved
+    assert re.search(r"0 → 1: \d+ nodes \(embedding, layers? 0", moved)
     assert f"  recompute of {first} nodes\n    no → yes: {first} nodes (" in moved
     assert f"{folders[3]} against {folders[0]}:\n  the same decisions\n" in moved
     assert main(["compare", *folders, "--json"]) == 0

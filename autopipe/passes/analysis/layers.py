@@ -290,7 +290,9 @@ def _side_branches_first(graph: Graph, given: Sequence[int], is_heavy: Sequence[
 
 
 def _labels(graph: Graph) -> Labels:
-    """Return a number for each node. Nodes that can correspond in equal layers have equal numbers."""
+    """Return a number for each node. Nodes that can correspond in equal layers have equal
+    numbers.
+    """
     known: dict[Hashable, int] = {}
     pairs = zip(graph.nodes, node_labels(graph, 0, compare_results=False), strict=True)
     keys = ((label, _compared_values(graph, node)) for node, label in pairs)
