@@ -160,7 +160,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
         "-o",
         plan,
     )
-    autopipe("codegen", plan)
+    autopipe("codegen", plan, "--style", "flat")
     return plan / "program"
 
 

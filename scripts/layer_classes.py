@@ -27,9 +27,12 @@ TABLE = ROOT / "docs" / "reference" / "repeated-layers.md"
 sys.path.insert(0, str(ROOT))
 
 from autopipe.api.inspection import LayerSummary, summarize_layers  # noqa: E402 - needs the path
+from autopipe.backends.torch.codegen.stage_file import emit_stage  # noqa: E402
 from autopipe.configs.zoo import MODELS, build, configure  # noqa: E402
-from autopipe.ir.errors import AutopipeError  # noqa: E402
+from autopipe.ir.errors import AutopipeError, CodegenError  # noqa: E402
+from autopipe.ir.graph import Graph  # noqa: E402
 from autopipe.passes.frontend import read_model  # noqa: E402
+from autopipe.passes.lower.lower import one_device_program  # noqa: E402
 from tests.exports.export import Export, onnx_file  # noqa: E402
 from tests.exports.journey import MOST, SEQUENCE, all_journeys, symbols  # noqa: E402
 
@@ -41,6 +44,7 @@ HEADER = (
     "nodes",
     "repeated layers",
     "covered",
+    "lines",
     "reason why layers are not repeated",
 )
 FIXED_INPUTS = {"gpt2_merged": {"use_cache_branch": True}}
@@ -142,6 +146,8 @@ larger versions of it can have repeated layers. The columns contain:
 - *repeated layers*: number of layers × name (nodes per layer); in brackets, layers inside a layer.
   Classes of one name have their numbers.
 - *covered*: percentage of the nodes that belong to repeated layers.
+- *lines*: number of lines of the stage file of the whole model, with `codegen --style flat` → with
+  one function per class of repeated layers.
 
 **{passed} of {count} rows have repeated layers.**
 
@@ -221,8 +227,25 @@ def _row(model: str, source: str, path: Path, dims: dict[str, int]) -> tuple[str
         str(len(graph.nodes)),
         ", ".join(_text(each, found) for each in found),
         f"{covered / max(1, len(graph.nodes)):.0%}",
+        _lines(graph),
         REASONS.get(model, "") if 2 * covered < len(graph.nodes) else "",
     )
+
+
+def _lines(graph: Graph) -> str:
+    """Return the number of lines of the stage file of a model on one device in both forms; "" if
+    the model contains operators for which no code is generated.
+    """
+    try:
+        (stage,) = one_device_program(graph, 1, 1, None).stages
+        texts = [
+            emit_stage(stage, "A stage.", style, is_training=False).text
+            for style in ("flat", "layers")
+        ]
+    except CodegenError:
+        return ""
+    flat, layered = (text.count("\n") for text in texts)
+    return f"{flat} → {layered}"
 
 
 def _text(layer: LayerSummary, among: Sequence[LayerSummary]) -> str:

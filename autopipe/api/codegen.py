@@ -52,7 +52,7 @@ def codegen(
     *,
     model: Path | None = None,
     ranks: Sequence[int] = (),
-    style: Style = "flat",
+    style: Style = "layers",
     force: bool = False,
     events: Events | None = None,
 ) -> GeneratedProgram:
@@ -81,7 +81,7 @@ def write_programs(
     ranks: Sequence[int] = (),
     force: bool = False,
     home: Path | None = None,
-    style: Style = "flat",
+    style: Style = "layers",
 ) -> Program:
     """Write the program of `planned` into `folder` and return it. Raises CodegenError or
     ConfigurationError.
@@ -110,7 +110,10 @@ def write_programs(
     ):
         message = "a last batch cannot be padded if stages use different micro-batch sizes"
         raise ConfigurationError(message, "plan with data.last_batch: drop", "data.last_batch: pad")
-    stage_titles = tuple(_stage_title(program, stage) for stage in program.stages)
+    stage_titles = tuple(
+        _stage_title(program, stage, label)
+        for stage, label in zip(program.stages, plan.stage_labels, strict=True)
+    )
     rank_titles = tuple(
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None
         for rank in program.ranks
@@ -197,15 +200,21 @@ def _one_device_program(planned: PlanResult, name: str, loss: str | None) -> Pro
     )
     what = "training" if loss is not None else "the forward"
     title = f"The whole model on one device, {what}: what the ranks are verified against."
-    return ProgramFiles(name, program, (title,), (title,))
+    # `verify` finds the first value that differs by the numbered variables of the flat form. A
+    # reference with other code than the ranks also makes the comparison stronger.
+    return ProgramFiles(name, program, (title,), (title,), style="flat")
 
 
-def _stage_title(program: Program, stage: StageCode) -> str:
+def _stage_title(program: Program, stage: StageCode, label: str) -> str:
+    """Return the first line of the docstring of a stage's module. `label` names the parts of the
+    model in the stage, such as `embedding, layers 0–7`; "" if it is not known.
+    """
     devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(
         map(str, stage.devices)
     )
     size = f", {_micro_batches_text(program, stage)}" if stage.ratio > 1 else ""
-    return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
+    parts = f": {label}" if label else ""
+    return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}{parts}."
 
 
 def _micro_batches_text(program: Program, stage: StageCode) -> str:

@@ -39,7 +39,7 @@ def _parse_ranks(
 @click.option(
     "--style",
     type=click.Choice(["flat", "layers"]),
-    default="flat",
+    default="layers",
     show_default=True,
     help="Form of the stage files: one line per operator, or one function per repeated layer.",
 )
@@ -59,7 +59,7 @@ def codegen(
     \b
     Example:
       autopipe codegen gpt.plan
-      autopipe codegen gpt.plan --style layers
+      autopipe codegen gpt.plan --style flat
       autopipe codegen llama.plan --ranks 0,17,4095
     """
     made = write_program(

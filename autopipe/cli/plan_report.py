@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from autopipe.api.summary_text import degrees_text, update_text
 from autopipe.cli.output import Output, Verbosity, counted_text, kinds_text, plain_table
@@ -571,12 +572,18 @@ def stage_table(plan: Plan, most: int = _MAX_STAGE_ROWS) -> Table:
     """
     columns = stage_columns(plan, full=False)
     table = plain_table(*columns, right=3 if "kind" in columns else 2)
+    # Rich narrows columns that may wrap before the others. Only the labels of layers are cut, so
+    # that each stage takes one line and numbers stay complete.
     for column in table.columns:
+        column.no_wrap = column.header != "layers"
         if column.header == "layers":
-            # A label that is too wide is cut, so that each stage takes one line.
             column.justify = "left"
-            column.no_wrap = True
-    rows = list(zip(*columns.values(), strict=True))
+    cells: dict[str, list[str | Text]] = {name: [*texts] for name, texts in columns.items()}
+    if "layers" in cells:
+        cells["layers"] = [
+            Text(label, no_wrap=True, overflow="ellipsis") for label in columns["layers"]
+        ]
+    rows: list[tuple[str | Text, ...]] = list(zip(*cells.values(), strict=True))
     if len(rows) > most:
         half = (most - 1) // 2
         rows[most - 1 - half : len(rows) - half] = [("...",)]

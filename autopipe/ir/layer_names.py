@@ -111,7 +111,7 @@ def part_name(name: str) -> str:
     """Return the usual name of the part of a model to which the parameter `name` belongs:
     `embedding`, `stem`, `pooler` or `head`; "" if none of its modules has such a name.
     """
-    modules = [word.lower() for word in _words(name)[:-1]]
+    modules = [word.lower() for word in path_words(name)[:-1]]
     return next(
         (part for part, pattern in _PART_PATTERNS if any(map(pattern.fullmatch, modules))),
         "",
@@ -125,7 +125,38 @@ def suffix_after_number(names: Sequence[str]) -> str:
     """
     names = names[:_MAX_SAMPLED_LAYERS]
     place = _differing_place(names)
-    return "" if place is None else ".".join(_words(names[0])[place + 1 :])
+    return "" if place is None else ".".join(path_words(names[0])[place + 1 :])
+
+
+def numbers_of(names: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers in which `names` differ, the names of one parameter or node in all layers
+    of a class; () if they do not differ in exactly one number.
+    """
+    place = _differing_place(names)
+    if place is None:
+        return ()
+    matches = [_NUMBERED.fullmatch(path_words(name)[place]) for name in names]
+    return tuple(int(match[2]) for match in matches if match is not None)
+
+
+def is_invented_name(name: str) -> bool:
+    """True if torch's exporter invented the name, so that it tells nothing about a layer."""
+    return name.startswith(_EXPORTER_PREFIXES)
+
+
+def path_words(name: str) -> list[str]:
+    """Return the parts of a name that separators divide."""
+    return _SEPARATOR.split(name.strip("/."))
+
+
+def without_containers(words: Sequence[str]) -> list[str]:
+    """Return a path without the modules at its beginning that tell nothing about the modules inside
+    them, such as `model`. The last word remains.
+    """
+    found = list(words)
+    while len(found) > 1 and found[0].lower() in _CONTAINERS:
+        del found[0]
+    return found
 
 
 def _common_path(names: Sequence[str]) -> tuple[str, ...]:
@@ -135,7 +166,7 @@ def _common_path(names: Sequence[str]) -> tuple[str, ...]:
     place = _differing_place(names)
     if place is None:
         return ()
-    words = _words(names[0])
+    words = path_words(names[0])
     numbered = _NUMBERED.fullmatch(words[place])
     return () if numbered is None else (*words[:place], numbered[1])
 
@@ -144,8 +175,8 @@ def _differing_place(names: Sequence[str]) -> int | None:
     """Return the index of the first word in which names differ; None unless this word ends in a
     different number in each name, and the names have equally many words.
     """
-    paths = [_words(name) for name in names]
-    if names[0].startswith(_EXPORTER_PREFIXES) or len({len(path) for path in paths}) != 1:
+    paths = [path_words(name) for name in names]
+    if is_invented_name(names[0]) or len({len(path) for path in paths}) != 1:
         return None
     for place, words in enumerate(zip(*paths, strict=True)):
         if len(set(words)) == 1:
@@ -155,11 +186,6 @@ def _differing_place(names: Sequence[str]) -> int | None:
         is_number = None not in numbered and len(stems) == 1
         return place if is_number and len(set(words)) == len(words) else None
     return None
-
-
-def _words(name: str) -> list[str]:
-    """Return the parts of a name that separators divide."""
-    return _SEPARATOR.split(name.strip("/."))
 
 
 def _class_words(path: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -183,6 +184,33 @@ class StageCode:
                 waiting = []
         groups[-1] += waiting
         return tuple(map(tuple, groups))
+
+
+def assignment_name(function: str, call: int, variable: str, count: int) -> str:
+    """Return the name under which a launch records an assignment in generated code: the assignment
+    number `count` to a variable in call number `call` of a function. Numbers start at 1.
+
+    The variables of the flat form, such as `x3`, have different names in all functions, so their
+    names suffice.
+    """
+    if re.fullmatch(r"x\d+", variable):
+        return variable
+    return f"{function}#{call}.{variable}#{count}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageAttributes:
+    """The attributes of `p`, the first argument of the `forward` of a stage: the content of the
+    file `stage_NN.json` in a program folder.
+    """
+
+    attributes: tuple[tuple[str, str | int], ...]
+    """(path, content) of each attribute. A path such as `layers.3.attention.query.weight` consists
+    of identifiers, and of numbers that are indices in a list of layers. The content is `w3` for
+    parameter 3, `c3` for constant 3, or the key of a random operator.
+    """
+    segments: tuple[tuple[str, ...], ...] = ()
+    """For each segment that backward recomputes, the parameters that it reads, such as `w3`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,25 @@ def run_compiled(file: Path) -> None:
     assert before < at_steps[0] == counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_equal_layers_are_compiled_once(tmp_path: Path, recompute: str) -> None:
+    """The number of compiled graphs does not depend on the number of layers."""
+    flags = ("--gpus", "1", "--schedule", "1f1b", "--set", f"recompute={recompute}")
+    graphs = []
+    for layers in (3, 4):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        program = generated(folder, *flags, *BATCH, layers=layers)
+        before = counters["stats"]["unique_graphs"]
+        with as_rank(program, 0, "--device", "cpu", "--compile"):
+            runpy.run_path(str(program / "rank_000.py"), run_name="__main__")
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs[0] == graphs[1]
+    # A layer, the part before the layers and the part after them. A recomputed segment is compiled
+    # for a forward without autograd and for one with it.
+    assert graphs[0] == 3 if recompute == "none" else graphs[0] % 2 == 0
+
+
 def test_there_may_be_no_compiler(
     drawing: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -52,8 +52,9 @@ def test_nodes_moved_to_another_stage_keep_their_splits(pools: Pools, tmp_path: 
         Stage((4, 5, 6, 7), (2, 3), 4),
     )
     text = placement_text(graph, Placement(stages))
-    assert "- [n0, n3]\n" in text and "- [n4, n7]\n" in text and "split: {k: 2}" in text
-    text = text.replace("[n0, n3]", "[n0, n1]").replace("[n4, n7]", "[n2, n7]")
+    assert "layers: [0, 1]\n" in text and "layers: [2, 2]\n" in text and "split: {k: 2}" in text
+    text = text.replace("layers: [0, 1]", "layers: [0, 0]")
+    text = text.replace("layers: [2, 2]", "layers: [1, 2]")
     strategy = chosen_strategy(parse_configuration(text, "placement.yaml"))
     assert strategy is not None
     placement = strategy.run(problem(graph, cluster(4)))

@@ -12,7 +12,11 @@ from types import ModuleType
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.state.parameters import Arguments
+from autopipe.backends.torch.runtime.state.arguments import (
+    Arguments,
+    read_attributes,
+    set_attributes,
+)
 from autopipe.backends.torch.runtime.step.weight_gradients import (
     PendingWeightGradients,
     WeightGradQueue,
@@ -74,7 +78,8 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
         each.requires_grad_(True)
     later = WeightGradQueue(parameters)
     named = {f"w{index}": tensor for index, tensor in enumerate(parameters)}
-    arguments = Arguments(device=torch.device("cpu"), weight_grads=later, **named)
+    arguments = Arguments(device=torch.device("cpu"), weight_grads=later)
+    set_attributes(arguments, read_attributes(module).attributes, named)
     (ids,) = (torch.from_numpy(array) for array in batch_of(graph, 1).values())
     (result,) = module.forward(arguments, ids)
     with FlopCounterMode(display=False) as counter:

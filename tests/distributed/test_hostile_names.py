@@ -85,10 +85,12 @@ def test_training_under_any_names(pools: Pools, tmp_path: Path, kind: str) -> No
     graph, loss = mlp(2, rename=renaming(kind, marker))
     splits = ((0, (Split("k", 2),)), (1, (Split("x0", 2),)))
     placement = Placement((Stage((0, 1), (0, 1), 4, splits), Stage((2, 3, 4, 5), (2,), 4)))
+    flat = tmp_path / "flat"
+    write(graph, placement, schedule_of(graph, placement, 2), loss, flat, style="flat")
+    for path in [*flat.glob("rank_*.py"), *flat.glob("stage_*.py")]:
+        assert_only_our_names(path.read_text(encoding="utf-8"))
     folder = tmp_path / "program"
     write(graph, placement, schedule_of(graph, placement, 2), loss, folder)
-    for path in [*folder.glob("rank_*.py"), *folder.glob("stage_*.py")]:
-        assert_only_our_names(path.read_text(encoding="utf-8"))
     batch = batch_of(graph, 2)
     found = run_step(pools, folder, batch)
     assert_equal_steps(found, expected_step(graph, loss, folder, batch, 2), 1e-9)

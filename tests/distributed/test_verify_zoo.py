@@ -75,13 +75,17 @@ def with_a_gradient_twice(program: Path) -> None:
     matrices = [
         number for number, each in parameters if each.trainable and len(each.value.shape) > 1
     ]
-    word = f"p.w{matrices[-1]}"
+    content = f"w{matrices[-1]}"
     for path in program.glob("stage_*.py"):
         text = path.read_text(encoding="utf-8")
-        path.write_text(
-            re.sub(rf"{re.escape(word)}\b", f"(2 * {word} - {word}.detach())", text),
-            encoding="utf-8",
-        )
+        attributes = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        for name, held in attributes["attributes"].items():
+            # The function of a layer reads its parameters without the list and the number of the
+            # layer.
+            word = "p." + re.sub(r"^\w+\.\d+\.", "", name)
+            if held == content:
+                text = re.sub(rf"{re.escape(word)}\b", f"(2 * {word} - {word}.detach())", text)
+        path.write_text(text, encoding="utf-8")
 
 
 def with_a_scale_too_small(program: Path) -> None:

@@ -80,14 +80,14 @@ def test_few_places_may_wait_or_copy() -> None:
 
 def test_what_a_stage_may_not_do_is_found(watched: Watched, tmp_path: Path) -> None:
     lines = {
-        "x0 = x0.cpu().to(p.device)": "copies from cuda to cpu and waits",
-        "x0 = x0 + float(x0.sum())": "reads values",
-        "x0 = x0 + torch.zeros(4)": "found at least two devices, cuda:0 and cpu",
-        "x0 = x0 * torch.ones(())": "mixes devices, cpu and cuda to cuda",
+        "in0 = in0.cpu().to(p.device)": "copies from cuda to cpu and waits",
+        "in0 = in0 + float(in0.sum())": "reads values",
+        "in0 = in0 + torch.zeros(4)": "found at least two devices, cuda:0 and cpu",
+        "in0 = in0 * torch.ones(())": "mixes devices, cpu and cuda to cuda",
         "torch.cuda.synchronize()": "waits for the device",
     }
     programs = [write_chain(tmp_path / str(number)) for number in range(len(lines))]
-    begins = "def forward(p, x0):\n"
+    begins = "def forward(p, in0):\n"
     for program, line in zip(programs, lines, strict=True):
         stage = program / "stage_00.py"
         text = stage.read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
+from autopipe.backends.torch.codegen.stage import Style
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.runtime.state.parameters import init_shard
@@ -53,6 +54,7 @@ def write(
     model: Path = Path("model.onnx"),
     lr_scheduler: LRScheduler = CONSTANT,
     training: Training = UNCHANGED,
+    style: Style = "layers",
 ) -> Program:
     """Write the program into `folder`; stored parameters are read from `model`."""
     program = lower(graph, placement, schedule, loss, optimizer.shard, precision=precision)
@@ -60,7 +62,7 @@ def write(
     provenance = Provenance(str(model), "", "", optimizer, precision, SEED, 0.1, 0.2)
     own = matrix_parameters(graph) if optimizer.name == "muon" else frozenset[str]()
     provenance = replace(provenance, lr_scheduler=lr_scheduler, training=training, matrices=own)
-    write_program([ProgramFiles("", program, *titles)], provenance, folder)
+    write_program([ProgramFiles("", program, *titles, style=style)], provenance, folder)
     return program
 
 

@@ -1,5 +1,4 @@
-"""Blocks of statements that codegen compares, to find blocks that can share a function, and the
-names inside such a function.
+"""Blocks of statements that codegen compares, to find blocks that can share a function.
 
 A token is a variable, a parameter, a constant or a random key (the key of a random operator). The
 *canonical form* of a block is its text with each token replaced by a number, in the order of first
@@ -9,35 +8,19 @@ that the block does not compute.
 
 from __future__ import annotations
 
-import builtins
-import itertools
-import keyword
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from autopipe.backends.torch.codegen.statement import Statement
-from autopipe.ir.layer_names import DEFAULT_NAME, layer_name, suffix_after_number
 
 TOKEN: Final = re.compile(r"\bp\.w\d+\b|\bp\.c\d+\b|\bx\d+\b|\b0x[0-9a-f]{16}\b")
 """Pattern of a token: a parameter, a constant, a variable, or a random key (the key of a random
 operator).
 """
-ARGUMENT_ORDER: Final = {"x": 0, "w": 1, "c": 2, "k": 3}
-"""Order of the arguments of a function: variables, parameters, constants, random keys."""
-_DEFAULT_STEMS: Final = {"w": "weight", "c": "constant", "k": "random_key"}
-"""Name of an argument whose name in the model is of no use, by the kind of the token."""
-_RESERVED: Final = (
-    frozenset(
-        {"p", "torch", "F", "operators", "recompute", "forward", "math", "weights", *dir(builtins)}
-    )
-    | frozenset(keyword.kwlist)
-    | frozenset(keyword.softkwlist)
-)
-"""Names that generated functions, arguments and variables must not have."""
-_MAX_NAME_CHARACTERS: Final = 40
-"""Maximum number of characters of a name that is derived from a name in the model."""
+_LOOP_NAME: Final = re.compile(r"\bloop_\d+\b")
+"""Pattern of the name of a function that runs a loop operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +45,47 @@ def block_of(statements: Sequence[Statement], start: int, stop: int) -> Block:
 
     texts = []
     for statement in statements[start:stop]:
-        code = TOKEN.sub(number, statement.code)
+        code = TOKEN.sub(number, _LOOP_NAME.sub("loop", statement.code))
         targets = ", ".join(
             each if each == "_" else TOKEN.sub(number, each) for each in statement.targets
         )
-        texts.append(f"{targets} = {code} # {statement.facts}")
+        helper = TOKEN.sub(number, _without_variable_numbers(statement.helper))
+        texts.append(f"{targets} = {code} # {statement.facts}\n{helper}")
     return Block(start, stop, "\n".join(texts), tuple(numbers))
+
+
+def _without_variable_numbers(helper: str) -> str:
+    """Return the source of a function `loop_N` in a form that is equal for functions that are equal
+    except for their name, the numbers of their variables, parameters, constants and random keys.
+    Parameters, constants and random keys remain.
+    """
+    numbers: dict[str, int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        token = match[0]
+        if kind_of(token) != "x":
+            return token
+        return f"<v{numbers.setdefault(token, len(numbers))}>"
+
+    return TOKEN.sub(number, _LOOP_NAME.sub("loop", helper))
+
+
+def tokens_read(statement: Statement) -> list[str]:
+    """Return the tokens that a statement reads, in order and with repetitions, and the parameters,
+    constants and random keys that its function `loop_N` reads.
+    """
+    inside = [each for each in TOKEN.findall(statement.helper) if kind_of(each) != "x"]
+    return [*TOKEN.findall(statement.code), *inside]
+
+
+def text_without_tokens(statement: Statement) -> str:
+    """Return the code of a statement and of its function `loop_N` with the kind of each token in
+    its place.
+    """
+    helper = _without_variable_numbers(statement.helper)
+    return TOKEN.sub(
+        lambda match: kind_of(match[0]), f"{_LOOP_NAME.sub('loop', statement.code)}\n{helper}"
+    )
 
 
 def kind_of(token: str) -> str:
@@ -77,77 +95,6 @@ def kind_of(token: str) -> str:
     return {"x": "x", "0": "k"}.get(token[0]) or token[2]
 
 
-def rename_tokens(statement: Statement, names: Mapping[str, str]) -> Statement:
-    """Return a statement with other names of its variables, parameters, constants and keys."""
-    if not names:
-        return statement
-
-    def new(match: re.Match[str]) -> str:
-        return names.get(match[0], match[0])
-
-    return replace(
-        statement,
-        targets=tuple(names.get(each, each) for each in statement.targets),
-        code=TOKEN.sub(new, statement.code),
-        dead=tuple(names.get(each, each) for each in statement.dead),
-    )
-
-
-def function_name(blocks: Sequence[Block], names: Mapping[str, str], used: set[str]) -> str:
-    """Return a name for the function that computes `blocks`, derived from the names of their
-    parameters. `names` has the name in the model of each parameter and constant, such as `p.w3`.
-    `used` has the names that are taken; the new name is added to it.
-    """
-    slots = [
-        tuple(names.get(token, "") for token in tokens)
-        for tokens in zip(*(block.tokens for block in blocks), strict=True)
-        if kind_of(tokens[0]) == "w"
-    ]
-    return _unique(identifier(layer_name(slots) or DEFAULT_NAME), used)
-
-
-def local_names(
-    blocks: Sequence[Block], arguments: Sequence[int], names: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the name of each token of the first block inside the function that computes `blocks`.
-    `arguments` are the indices, in `Block.tokens`, of the values that the function gets from its
-    caller. `names` has the name in the model of each parameter and constant, such as `p.w3`.
-    """
-    first = blocks[0]
-    used: set[str] = set()
-    numbers = itertools.count()
-    local: dict[str, str] = {}
-    taken = set(arguments)
-    inner = [place for place in range(len(first.tokens)) if place not in taken]
-    for place in (*arguments, *inner):
-        token = first.tokens[place]
-        kind = kind_of(token)
-        if kind == "x":
-            local[token] = f"v{next(numbers)}"
-        elif place in taken:
-            known = tuple(names.get(each.tokens[place], "") for each in blocks)
-            stem = suffix_after_number(known) or _DEFAULT_STEMS[kind]
-            local[token] = _unique(identifier(stem), used)
-    return local
-
-
-def identifier(text: str) -> str:
-    """Return a Python identifier for a text: ASCII letters, digits and underscores only."""
-    found = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")[:_MAX_NAME_CHARACTERS].lower()
-    found = f"n_{found}" if not found or found[0].isdigit() else found
-    # Generated code uses names such as x0, v1 or segment_2 for variables and functions. An
-    # underscore distinguishes an equal identifier from these names.
-    if found in _RESERVED or re.fullmatch(r"[a-z]\d+|(segment|loop)_\d+", found):
-        found = f"{found}_"
-    return found
-
-
-def _unique(name: str, used: set[str]) -> str:
-    """Return the name, with a number if it is in `used`, and add it to `used`."""
-    found = name
-    for number in itertools.count(2):
-        if found not in used:
-            break
-        found = f"{name}_{number}"
-    used.add(found)
-    return found
+def rename_tokens(text: str, names: Mapping[str, str]) -> str:
+    """Return a source text with other names of its variables, parameters, constants and keys."""
+    return TOKEN.sub(lambda match: names.get(match[0], match[0]), text)

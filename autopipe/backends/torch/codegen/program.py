@@ -18,7 +18,8 @@ import numpy as np
 
 from autopipe.backends.torch.codegen.archive import write_arrays
 from autopipe.backends.torch.codegen.rank import emit_rank, rank_module, stage_module
-from autopipe.backends.torch.codegen.stage import Style, emit_stage
+from autopipe.backends.torch.codegen.stage import Style
+from autopipe.backends.torch.codegen.stage_file import emit_stage
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType
@@ -229,7 +230,7 @@ class ProgramFiles:
     """Maximum GPU memory of each rank in bytes; () for no limits."""
     host_bound: frozenset[int] = frozenset()
     """Stages whose host, according to the plan, needs more time than their device."""
-    style: Style = "flat"
+    style: Style = "layers"
 
 
 def write_program(
@@ -290,11 +291,18 @@ def _file_texts(files: ProgramFiles, provenance: Provenance, home: Path) -> dict
     """
     program = files.program
     found = {"run.py": _RUN_FILE_TEXT.format(ranks=files.program.world_size)}
+    attributes: dict[str, str] = {}
+    arguments = []
     for stage, title in zip(program.stages, files.stage_titles, strict=True):
-        found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title, files.style)
+        source = emit_stage(stage, title, files.style, program.train)
+        name = stage_module(stage.stage)
+        found[f"{name}.py"] = source.text
+        arguments.append(source.arguments)
+        if source.attributes is not None:
+            attributes[f"{name}.json"] = json.dumps(encode(source.attributes), indent=1) + "\n"
     for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
         if rank_title is not None:
-            found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title)
+            found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title, arguments)
     for name, text in found.items():
         try:
             ast.parse(text)
@@ -306,7 +314,7 @@ def _file_texts(files: ProgramFiles, provenance: Provenance, home: Path) -> dict
         program, provenance, home, files.memory_limits, files.host_bound, files.style
     )
     found["manifest.json"] = json.dumps(manifest, indent=1) + "\n"
-    return found
+    return found | attributes
 
 
 MANIFEST_FILE: Final = "manifest.json"
@@ -341,7 +349,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
 
 
 _PROGRAM_FILE_PATTERN = re.compile(
-    r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz"
+    r"rank_\d+\.py|stage_\d+\.(py|json)|run\.py|manifest\.json|constants\.npz"
 )
 
 

@@ -32,12 +32,17 @@ def rank_module(rank: int) -> str:
     return f"rank_{rank:03d}"
 
 
-def emit_rank(program: Program, rank: RankCode, title: str) -> str:
+def emit_rank(
+    program: Program, rank: RankCode, title: str, arguments: Sequence[Sequence[str]]
+) -> str:
     """Return the source text of the module of a rank. `title` is the docstring of the module. It
-    must not contain text from the model, because models are untrusted.
+    must not contain text from the model, because models are untrusted. `arguments` has the names of
+    the arguments of `forward` of each stage.
     """
     modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
-    stages = "\n".join(_stage_declaration(program, stage) for stage in rank.stages)
+    stages = "\n".join(
+        _stage_declaration(program, stage, arguments[stage.stage]) for stage in rank.stages
+    )
     return (
         f'"""{title}"""\n\n'
         f"{modules}"
@@ -50,12 +55,15 @@ def emit_rank(program: Program, rank: RankCode, title: str) -> str:
     )
 
 
-def _stage_declaration(program: Program, wired: StageOnRank) -> str:
+def _stage_declaration(program: Program, wired: StageOnRank, arguments: Sequence[str]) -> str:
     """Return the statement that declares a stage on a rank, with its data inputs, receives, sends,
-    and the weight of its loss.
+    and the weight of its loss. `arguments` has the names of the arguments of the stage's `forward`.
     """
     code = program.stages[wired.stage]
-    inputs = {value.name: (f"x{position}", value) for position, value in enumerate(code.inputs)}
+    inputs = {
+        value.name: (argument, value)
+        for argument, value in zip(arguments, code.inputs, strict=True)
+    }
     outputs = [value.name for value in code.outputs]
     lines = [
         f"s{wired.stage} = rank.stage(",

@@ -1,6 +1,5 @@
-"""Generation of the module of a stage: its forward on local shards, with one operator per line. The
-forward of a stage that recomputes activations consists of segments, functions whose values backward
-recomputes.
+"""Generation of the forward of a stage on local shards. The forward of a stage that recomputes
+activations consists of segments, functions whose values backward recomputes.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from autopipe.backends.torch.codegen.call import (
     call_code,
     group_code,
     python_literal,
-    torch_dtype,
 )
 from autopipe.backends.torch.codegen.elementwise import ELEMENTWISE
-from autopipe.backends.torch.codegen.layer_functions import fold_layers
+from autopipe.backends.torch.codegen.layer_functions import fold_layers, with_loops
+from autopipe.backends.torch.codegen.layered_forward import ModelNames, layered_forward
 from autopipe.backends.torch.codegen.loop import loop_body_stage
 from autopipe.backends.torch.codegen.matmul_conv import MATMUL_CONV
 from autopipe.backends.torch.codegen.movement import MOVEMENT
 from autopipe.backends.torch.codegen.normalization import NORMALIZATION
 from autopipe.backends.torch.codegen.quantized import QUANTIZED
-from autopipe.backends.torch.codegen.segment_functions import SegmentBody, fold_segments
+from autopipe.backends.torch.codegen.segment_functions import SegmentBody, segment_calls
 from autopipe.backends.torch.codegen.statement import Statement, tuple_code, wrapped_call
+from autopipe.backends.torch.codegen.value_names import HIDDEN, model_input_name, name_hints
+from autopipe.backends.torch.codegen.variable_names import VariableHint
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, total_degree
@@ -120,19 +121,29 @@ class ForwardSource:
     results: Names
     read: tuple[Names, ...]
     """For each segment (a function whose values backward recomputes), the names of the parameters
-    that it reads.
+    that it reads, such as `w3`.
     """
     codes: Mapping[str, str]
-    """Code of each value (a variable or expression) by the name of the value; "" for a value inside
-    the function of a layer.
+    """For each value, by its name in the graph, the name under which `autopipe launch --values`
+    records its variable, or its code if it is a parameter or a constant.
     """
+    attributes: tuple[tuple[str, str | int], ...] = ()
+    """Paths of the attributes of `p`, as in `StageAttributes`."""
 
 
-def emit_forward(stage: StageCode, style: Style = "flat") -> ForwardSource:
+def emit_forward(
+    stage: StageCode, style: Style = "flat", is_training: bool = True
+) -> ForwardSource:
     """Return the source of the forward of a stage in a style. Raise CodegenError for an operator
     without an emitter.
+
+    If `is_training` is False, functions of layers free their arguments early. In training, autograd
+    saves most of these arguments.
     """
-    return _ForwardWriter(replace(stage, operations=_fuse_biases(stage)), style=style).forward()
+    writer = _ForwardWriter(
+        replace(stage, operations=_fuse_biases(stage)), style=style, is_training=is_training
+    )
+    return writer.forward()
 
 
 class _Segment(NamedTuple):
@@ -196,6 +207,7 @@ class _ForwardWriter:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     margin: str = "    "
     style: Style = "flat"
+    is_training: bool = True
     loops: dict[str, str] = field(default_factory=dict)
     """Source text of the functions that run the loop operators of the stage, by function name."""
 
@@ -205,49 +217,104 @@ class _ForwardWriter:
         self.codes |= {value.name: f"p.w{index}" for index, value in stage.parameters}
         self.codes |= {constant.value.name: f"p.c{index}" for index, constant in stage.constants}
         arguments = tuple(self._new_variable(value) for value in stage.inputs)
+        source = self._flat(arguments) if self.style == "flat" else self._layered(arguments)
+        results = {value.name: f"result {index}" for index, value in enumerate(stage.outputs)}
+        return replace(source, codes={**source.codes, **results})
+
+    def _flat(self, arguments: Names) -> ForwardSource:
+        """Return the source of the forward with one statement per operator."""
+        stage = self.stage
         outputs = tuple(value.name for value in stage.outputs)
+        inputs = tuple(value.name for value in stage.inputs)
         segments = _segments_of(stage) if stage.segments else []
         bodies = [self._segment_body(number, each) for number, each in enumerate(segments)]
-        held = {self.codes[name]: name for name in _names_held_by_p(stage)}
-        shared = fold_segments(bodies, held) if self.style == "layers" else []
-        functions = [each.text for each in shared]
-        weights = {number: passed for each in shared for number, passed in each.weights.items()}
-        names = {number: each.name for each in shared for number in each.weights}
-        functions += [self._segment_text(each) for each in bodies if each.number not in names]
-        inputs = tuple(value.name for value in stage.inputs)
-        layers: tuple[str, ...] = ()
+        functions = [self._segment_text(each) for each in bodies]
         if stage.segments:
-            lines = self._segment_calls(segments, outputs, names, weights)
-        elif self.style == "flat":
-            lines = self._body_lines(stage.operations, inputs, outputs)
+            lines = self._segment_calls(segments, outputs)
         else:
-            folded = fold_layers(
-                self._statements(stage.operations, inputs, outputs),
-                self._variables_of(outputs),
-                held,
-            )
-            layers = folded.functions
-            lines = list(folded.lines)
-            for name, code in self.codes.items():
-                present = "" if code in folded.hidden else code
-                self.codes[name] = folded.renamed.get(code, present)
+            lines = self._body_lines(stage.operations, inputs, outputs)
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple_code(outputs)}", ""])
+        parameters = [(f"w{index}", f"w{index}") for index, _ in stage.parameters]
+        text = "\n\n".join([*self.loops.values(), *functions, text])
+        constants = [(name, name) for name in dict.fromkeys(_CONSTANT_PATTERN.findall(text))]
         return ForwardSource(
-            "\n\n".join([*self.loops.values(), *functions, *layers, text]),
+            text,
             arguments,
             self._variables_of(outputs),
             tuple(self._parameters_read(each) for each in bodies),
             self.codes,
+            (*parameters, *constants),
         )
+
+    def _layered(self, arguments: Names) -> ForwardSource:
+        """Return the source of the forward with one function per class of repeated layers."""
+        stage = self.stage
+        outputs = tuple(value.name for value in stage.outputs)
+        inputs = tuple(value.name for value in stage.inputs)
+        held = {self.codes[name]: name for name in _names_held_by_p(stage)}
+        used = set[str]()
+        bodies: list[SegmentBody] = []
+        if stage.segments:
+            bodies = [
+                self._segment_body(number, each) for number, each in enumerate(_segments_of(stage))
+            ]
+            calls = segment_calls(bodies, held, used)
+            items = with_loops(calls, self._variables_of(outputs))
+        else:
+            statements = self._statements(stage.operations, inputs, outputs)
+            items = fold_layers(statements, self._variables_of(outputs), held, used)
+        layered = layered_forward(
+            items,
+            {
+                code: model_input_name(value) or HIDDEN
+                for code, value in zip(arguments, stage.inputs, strict=True)
+            },
+            {self.codes[value.name]: model_input_name(value) for value in stage.outputs},
+            self._model_names(held),
+            moves_arguments=not self.is_training,
+        )
+        return ForwardSource(
+            layered.text,
+            layered.arguments,
+            layered.results,
+            tuple(self._parameters_read(each) for each in bodies),
+            {name: layered.recorded.get(code, code) for name, code in self.codes.items()},
+            layered.attributes,
+        )
+
+    def _model_names(self, held: Mapping[str, str]) -> ModelNames:
+        """Return the names in the model from which the layered form derives its names. `held` has
+        the name in the model of each parameter and constant by its code.
+        """
+        stage = self.stage
+        parameters = {value.name: value.name for _, value in stage.parameters}
+        constants = [constant.value.name for _, constant in stage.constants]
+        hints = {}
+        sizes: dict[str, int] = {self.codes[each.name]: each.bytes for each in stage.inputs}
+        scopes: dict[str, str] = {}
+        for name, hint in name_hints(stage.operations, parameters, constants).items():
+            if name in self.codes:
+                follows = None if hint.follows is None else self.codes[hint.follows]
+                hints[self.codes[name]] = VariableHint(hint.stem, follows)
+        for operation in stage.operations:
+            if isinstance(operation, Collective):
+                results: tuple[Value | None, ...] = (operation.result,)
+            else:
+                results = operation.signature.results
+                for name in operation.reads:
+                    scopes.setdefault(self.codes[name], operation.signature.node.name)
+            for value in results:
+                if value is not None and value.name in self.codes:
+                    sizes[self.codes[value.name]] = value.bytes
+        return ModelNames(held, scopes, hints, sizes)
 
     def _parameters_read(self, body: SegmentBody) -> Names:
         """Return the names of the parameters that a segment reads. The functions of its loops read
         parameters too.
         """
-        code = "\n".join(statement.code for statement in body.statements)
-        called = [text for name, text in self.loops.items() if f"{name}(" in code]
-        return tuple(dict.fromkeys(_PARAMETER_PATTERN.findall("\n".join([code, *called]))))
+        code = "\n".join(f"{each.code}\n{each.helper}" for each in body.statements)
+        return tuple(dict.fromkeys(_PARAMETER_PATTERN.findall(code)))
 
     def _new_variable(self, value: Value) -> str:
         """Return a new variable name for a value, and record it in `codes`."""
@@ -289,16 +356,9 @@ class _ForwardWriter:
         end = f"    return {tuple_code(body.flowing)}, {tuple_code(body.others)}"
         return "\n".join(["@recompute", head, *lines, end, ""])
 
-    def _segment_calls(
-        self,
-        segments: list[_Segment],
-        outputs: Names,
-        shared: Mapping[int, str],
-        weights: Mapping[int, Names],
-    ) -> list[str]:
+    def _segment_calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
         """Return the lines of one call per segment, with a `del` of the values that no later
-        segment reads. `shared` has the function of each segment that shares one, and `weights` the
-        parameters and constants that its call passes.
+        segment reads.
         """
         names = [(*each.flowing, *each.others, *each.arguments) for each in segments]
         last = {name: number for number, own in enumerate(names) for name in own}
@@ -307,13 +367,7 @@ class _ForwardWriter:
             drop = self._del_statement(
                 name for name in last if last[name] == number and name not in outputs
             )
-            passed = {"weights": tuple_code(weights[number])} if number in shared else {}
-            call = call_code(
-                shared.get(number, f"segment_{number}"),
-                "p",
-                *self._variables_of(segment.arguments),
-                **passed,
-            )
+            call = call_code(f"segment_{number}", "p", *self._variables_of(segment.arguments))
             results = self._tuple_code(segment.flowing + segment.others)[1:-1]
             lines += wrapped_call(f"    {results} = {call}", "    ")
             lines[-1] += drop
@@ -355,13 +409,18 @@ class _ForwardWriter:
         unread = frozenset(dead)
         written = frozenset(operation.writes)
         targets: tuple[str, ...]
+        helper = ""
         if isinstance(operation, Collective):
             code, facts = self._collective_code(operation)
             name = ""
             targets = (self._new_variable(operation.result),)
         else:
+            known_loops = len(self.loops)
             code = self._operation_code(operation)
+            helper = "\n".join(list(self.loops.values())[known_loops:])
             name, facts = _operation_comment(operation)
+            if self.style == "layers":
+                name = ""
             targets = tuple(
                 "_" if value is None or value.name in unread else self._new_variable(value)
                 for value in operation.signature.results
@@ -369,7 +428,7 @@ class _ForwardWriter:
             if targets == ("_",):
                 return None
         dropped = self._variables_of(each for each in dead if each not in written)
-        return Statement(targets, code, dropped, name, facts)
+        return Statement(targets, code, dropped, name, facts, helper)
 
     def _operation_code(self, operation: Compute) -> str:
         """Return the expression that computes an operator. Raise CodegenError if the operator has
@@ -405,7 +464,7 @@ class _ForwardWriter:
         node = operation.signature.node
         code = loop_body_stage(operation)
         code = replace(code, operations=_fuse_biases(code))
-        run = _ForwardWriter(code, numbers=self.numbers, margin=" " * 8)
+        run = _ForwardWriter(code, numbers=self.numbers, margin=" " * 8, style=self.style)
         ports = operand_ports(node)
         states = node.integer("states")
         changing = node.integer("states") + len(node.integers("scan_axes"))
@@ -560,62 +619,3 @@ def defer_weight_gradient(emitter: CodeEmitter, call: Call) -> str:
         ", ".join(each for each in codes if each is not None) for codes in (local, call.codes)
     )
     return f"p.weight_grads(lambda {arguments}: {emitter(replace(call, codes=local))}, {tensors})"
-
-
-def emit_stage(stage: StageCode, title: str, style: Style = "flat") -> str:
-    """Return the source text of the module of a stage: docstring, imports, types of inputs and
-    outputs, names of parameters and constants, and the function `forward`.
-
-    `title` is the first line of the docstring. It must not contain text from the model, because
-    models are untrusted.
-    """
-    forward = emit_forward(stage, style)
-    rows = [
-        ("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)
-    ]
-    rows += [
-        ("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)
-    ]
-    lines = [
-        f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}\n"
-        for way, name, value in rows
-    ]
-    elements, size = (
-        sum(getattr(value, name) for _, value in stage.parameters) for name in ("elements", "bytes")
-    )
-    segments = f"SEGMENTS = {forward.read!r}\n" if forward.read else ""
-    draws = "DRAWS = True\n" if "p.random(" in forward.text else ""
-    return (
-        f'"""{title}\n\n{"".join(lines)}parameters {elements:,} ({size / 2**20:.1f} MiB)\n"""\n\n'
-        f"{_import_lines(forward.text)}\n"
-        f"INPUTS = {_type_lines(forward.arguments, stage.inputs)}\n"
-        f"OUTPUTS = {_type_lines(forward.results, stage.outputs)}\n"
-        f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
-        f"CONSTANTS = {tuple(dict.fromkeys(_CONSTANT_PATTERN.findall(forward.text)))!r}\n"
-        f"{draws}{segments}\n\n"
-        f"{forward.text}"
-    )
-
-
-def _import_lines(text: str) -> str:
-    """Return the import statements that the code `text` needs."""
-    lines = ["import torch\n"]
-    if re.search(r"\bF\.", text):
-        lines.append("import torch.nn.functional as F\n")
-    own = []
-    if re.search(r"\boperators\.", text):
-        own.append("from autopipe.backends.torch.runtime import operators\n")
-    if "\n@recompute" in f"\n{text}":
-        own.append("from autopipe.backends.torch.runtime.recompute import recompute\n")
-    return "".join([*lines, "\n", *own] if own else lines)
-
-
-def _type_lines(names: Names, values: tuple[Value, ...]) -> str:
-    """Return the source of a dictionary from the variables `names` to the (type, shape) of their
-    values.
-    """
-    pairs = zip(names, values, strict=True)
-    lines = [
-        f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs
-    ]
-    return f"{{\n{''.join(lines)}}}" if lines else "{}"

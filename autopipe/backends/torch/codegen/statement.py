@@ -25,6 +25,8 @@ class Statement:
     """Name of the operator for the comment."""
     facts: str = ""
     """Shape of the first result, and splits of the operator over devices, for the comment."""
+    helper: str = ""
+    """Source of the function `loop_N` that the statement calls; "" if it calls none."""
 
     def lines(self, margin: str = "    ") -> list[str]:
         """Return the source lines. The comment precedes the statement if a line would be too
@@ -41,19 +43,33 @@ class Statement:
             return [f"{statement}{' ' * pad}# {comment}"]
         return [f"{margin}# {comment}", statement]
 
+    def wrapped_lines(self) -> list[str]:
+        """Return the source lines, with line breaks in a long call. The comment is at the end of
+        the last line.
+        """
+        if "'" in self.code or '"' in self.code:
+            return self.lines()
+        comment = self.facts and f"  # {self.facts}"
+        lines = self.lines()
+        if len(lines) > 1 or len(lines[0]) > MAX_LINE_LENGTH:
+            statement = f"    {', '.join(self.targets)} = {self.code}"
+            lines = wrapped_call(statement, "    ", MAX_LINE_LENGTH - len(comment))
+            lines[-1] += comment
+        return lines
 
-def wrapped_call(line: str, margin: str) -> list[str]:
+
+def wrapped_call(line: str, margin: str, limit: int = MAX_LINE_LENGTH) -> list[str]:
     """Return a line that ends with a call or a tuple in parentheses, with line breaks between its
-    elements if it is too long.
+    elements if it has more than `limit` columns. The line must contain no string literals.
     """
-    if len(line) <= MAX_LINE_LENGTH:
+    if len(line) <= limit or "(" not in line:
         return [line]
     indent = f"{margin}    "
     start = line.index("(") + 1
     pieces = line[start:].split(", ")
     lines = [f"{line[:start]}{pieces[0]}"]
     for piece in pieces[1:]:
-        if len(lines[-1]) + len(piece) + 3 > MAX_LINE_LENGTH:
+        if len(lines[-1]) + len(piece) + 3 > limit:
             lines[-1] += ","
             lines.append(f"{indent}{piece}")
         else:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from autopipe.backends.torch.codegen.stage import emit_stage
+from autopipe.backends.torch.codegen.stage_file import emit_stage
 from autopipe.backends.torch.profiler.timed_program import (
     Stopwatch,
     average_timings,
@@ -31,7 +31,8 @@ from autopipe.backends.torch.profiler.timed_program import (
 from autopipe.backends.torch.runtime.communication.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
-from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.state.arguments import Arguments
+from autopipe.backends.torch.runtime.state.parameters import torch_dtype
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction
 from autopipe.backends.torch.runtime.step.precision import autocast, set_matmul_precision
@@ -123,7 +124,7 @@ class RunnableOperation:
                 *(Compute(1, each) for each in rest),
             ),
         )
-        text = emit_stage(stage, "One operator.")
+        text = emit_stage(stage, "One operator.").text
         device = watch.device
         if "p.group" in text:
             raise CodegenError("a shard of this operator cannot run without the other shards")

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from autopipe.backends.torch.runtime.state.parameters import Arguments
+from autopipe.backends.torch.runtime.state.arguments import Arguments, LayerArguments
 from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
-"""A generated function whose first argument is `p`, the stage's `Arguments` with its parameters;
-the other arguments are tensors. It returns (results with gradients, results without gradients).
+"""A generated function whose first argument `p` has the parameters of the stage or of a layer; the
+other arguments are tensors. It returns (results with gradients, results without gradients).
 """
 
 
@@ -32,14 +32,11 @@ class recompute:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
 
-    def __call__(
-        self, p: Arguments, *arguments: torch.Tensor, weights: Tensors | None = None
-    ) -> Tensors:
-        """Return the results of the segment. `weights` are the parameters and constants of a
-        segment whose function several equal segments share; None for a segment with a function of
-        its own, which reads them from `p`.
+    def __call__(self, p: Arguments | LayerArguments, *arguments: torch.Tensor) -> Tensors:
+        """Return the results of the segment. `p` has the parameters of the stage or, if several
+        equal segments share the function, of the layer.
         """
-        segment = self.segment if weights is None else _SharedSegment(self.segment, weights)
+        segment = self.segment
         if not torch.is_grad_enabled():
             flowing, others = segment(p, *arguments)
             return flowing + others
@@ -53,24 +50,6 @@ class recompute:
         return results
 
 
-class _SharedSegment:
-    """A segment whose function several equal segments share, with its own weights. Autograd does
-    not see the weights as operands of the segment.
-    """
-
-    def __init__(self, function: Segment, weights: Tensors) -> None:
-        self.function = function
-        self.weights = weights
-        # The queue of deferred weight gradients stores its formulas by this name, and a formula
-        # contains weights. Segments that share a function may also share some of their weights, so
-        # only the identities of all weights distinguish them.
-        identities = " ".join(str(id(each)) for each in weights)
-        self.__name__ = f"{getattr(function, '__name__', 'segment')} {identities}"
-
-    def __call__(self, p: Arguments, *arguments: torch.Tensor) -> tuple[Tensors, Tensors]:
-        return self.function(p, self.weights, *arguments)
-
-
 class _RecomputeSegment(torch.autograd.Function):
     """A segment as one operator of autograd. The forward runs without recording operators; the
     backward runs the segment again with recording, then backpropagates through it.
@@ -78,7 +57,11 @@ class _RecomputeSegment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor
+        context: Any,
+        segment: Segment,
+        p: Arguments | LayerArguments,
+        _: torch.Tensor,
+        *arguments: torch.Tensor,
     ) -> Tensors:
         is_narrow = torch.is_autocast_enabled(p.device.type)
         context.narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
@@ -110,7 +93,9 @@ class _RecomputeSegment(torch.autograd.Function):
             torch.enable_grad(),
             torch.autocast(p.device.type, dtype=narrow, enabled=narrow is not None),
         ):
-            p.weight_grads.begin(segment.__name__)
+            # The queue of deferred weight gradients stores formulas with parameters. Segments of
+            # different layers can share a function, but not formulas.
+            p.weight_grads.begin(f"{segment.__name__} {getattr(p, 'path', '')}")
             seeds = [
                 (get_gradient_edge(result), gradient)
                 for result, gradient in zip(segment(p, *arguments)[0], gradients, strict=False)

@@ -20,9 +20,11 @@ from autopipe.backends.torch.codegen.program import (
     replace_folder,
     write_program,
 )
+from autopipe.backends.torch.codegen.stage_file import StageSource
 from autopipe.ir import output_files
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
+from autopipe.ir.program import StageCode
 from autopipe.passes.lower.lower import lower
 from tests.distributed.support.builder import Builder, mlp
 from tests.distributed.support.running import one_device
@@ -49,7 +51,14 @@ def listing(folder: Path) -> dict[str, bytes]:
 def test_a_program_and_its_reference(tmp_path: Path) -> None:
     write_program([files(), files("reference")], PROVENANCE, tmp_path / "deep" / "program")
     found = listing(tmp_path)
-    one = {"rank_000.py", "stage_00.py", "run.py", "manifest.json", "constants.npz"}
+    one = {
+        "rank_000.py",
+        "stage_00.py",
+        "stage_00.json",
+        "run.py",
+        "manifest.json",
+        "constants.npz",
+    }
     assert set(found) == {f"deep/program/{sub}{name}" for sub in ("", "reference/") for name in one}
     for path in (tmp_path / "deep" / "program").rglob("*.py"):
         py_compile.compile(str(path), doraise=True)
@@ -238,7 +247,10 @@ def test_an_interruption_while_writing_leaves_what_was_there(tmp_path: Path) -> 
 def test_text_that_is_no_python_is_never_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "emit_stage", lambda stage, title, style: "def forward(:\n")
+    def emit_invalid(stage: StageCode, title: str, style: str, is_training: bool) -> StageSource:
+        return StageSource("def forward(:\n", tuple(each.name for each in stage.inputs), None)
+
+    monkeypatch.setattr(folder_module, "emit_stage", emit_invalid)
     with pytest.raises(CodegenError, match="generated code is not valid Python") as caught:
         write_program([files()], PROVENANCE, tmp_path / "program")
     assert "stage_00.py" in str(caught.value)

@@ -8,150 +8,29 @@ import ast
 import keyword
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.codegen.block import identifier
+from autopipe.backends.torch.codegen.identifiers import identifier
 from autopipe.backends.torch.codegen.layer_functions import fold_layers
-from autopipe.backends.torch.codegen.segment_functions import SegmentBody, fold_segments
-from autopipe.backends.torch.codegen.stage import emit_forward
+from autopipe.backends.torch.codegen.layered_forward import ModelNames, layered_forward
+from autopipe.backends.torch.codegen.segment_functions import SegmentBody, segment_calls
+from autopipe.backends.torch.codegen.stage import ForwardSource, emit_forward
 from autopipe.backends.torch.codegen.statement import Statement, wrapped_call
+from autopipe.backends.torch.codegen.variable_names import VariableHint
 from autopipe.passes.lower.lower import one_device_program
+from tests.backends.torch.codegen.symbolic import assert_same_results
 from tests.distributed.support.zoo import SIZES, small_graph
-
-RANDOM_KEY = 2**32
-"""Integers from this one on are keys of random operators, which a call may pass."""
-
-
-@dataclass
-class Evaluation(ast.NodeTransformer):
-    """Symbolic evaluation of `forward`: equal expressions of equal symbols get one number."""
-
-    source: str
-    symbols: dict[str, int]
-    """Number of each expression; shared by the evaluations that are compared."""
-    environment: dict[str, int | list[int]] = field(default_factory=dict)
-
-    def symbol(self, text: str) -> int:
-        return self.symbols.setdefault(text, len(self.symbols))
-
-    def __post_init__(self) -> None:
-        tree = ast.parse(self.source)
-        self.functions = {
-            each.name: each
-            for each in tree.body
-            if isinstance(each, ast.FunctionDef) and not each.name.startswith(("loop_", "segment_"))
-        }
-
-    def results(self) -> list[int]:
-        """Return the symbols of the results of `forward`."""
-        names = [each.arg for each in self.functions["forward"].args.args[1:]]
-        return self.call("forward", [self.symbol(f"input {index}") for index in range(len(names))])
-
-    def call(self, name: str, arguments: Sequence[int]) -> list[int]:
-        outer = self.environment
-        function = self.functions[name]
-        names = [each.arg for each in function.args.args[1:]]
-        self.environment = dict(zip(names, arguments, strict=True))
-        found: list[int] = []
-        for statement in function.body:
-            if isinstance(statement, ast.Return):
-                assert statement.value is not None
-                found = self.values(statement.value)
-            else:
-                self.run(statement)
-        self.environment = outer
-        return found
-
-    def values(self, expression: ast.expr) -> list[int]:
-        elements = expression.elts if isinstance(expression, ast.Tuple) else [expression]
-        return [self.value(each) for each in elements]
-
-    def value(self, expression: ast.expr) -> int:
-        if isinstance(expression, ast.Name) and expression.id in self.environment:
-            found = self.environment[expression.id]
-            assert isinstance(found, int)
-            return found
-        if self.is_token(expression):
-            return self.symbol(ast.unparse(expression))
-        copied = ast.parse(ast.unparse(expression), mode="eval").body
-        return self.symbol(ast.unparse(self.visit(copied)))
-
-    def is_token(self, node: ast.AST) -> bool:
-        """True for a parameter, a constant and the key of a random operator."""
-        if isinstance(node, ast.Attribute):
-            is_held = isinstance(node.value, ast.Name) and node.value.id == "p"
-            return is_held and node.attr[:1] in "wc" and node.attr[1:].isdigit()
-        return (
-            isinstance(node, ast.Constant) and type(node.value) is int and node.value >= RANDOM_KEY
-        )
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        if self.is_token(node) or (isinstance(node, ast.Name) and node.id in self.environment):
-            return ast.Name(f"symbol_{self.value(node)}")  # type: ignore[arg-type]
-        return super().generic_visit(node)
-
-    def run(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.Expr):
-            assert isinstance(statement.value, ast.Constant), "only a docstring has no target"
-        elif isinstance(statement, ast.Delete):
-            for target in statement.targets:
-                assert isinstance(target, ast.Name)
-                del self.environment[target.id]
-        elif isinstance(statement, ast.For):
-            assert isinstance(statement.iter, ast.Tuple)
-            assert isinstance(statement.target, ast.Name)
-            for row in statement.iter.elts:
-                self.environment[statement.target.id] = self.values(row)
-                for each in statement.body:
-                    self.run(each)
-        else:
-            assert isinstance(statement, ast.Assign)
-            self.assign(statement)
-
-    def assign(self, statement: ast.Assign) -> None:
-        (target,) = statement.targets
-        targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        value = statement.value
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Name)
-            and value.func.id in self.functions
-        ):
-            arguments: list[int] = []
-            for each in value.args[1:]:
-                if isinstance(each, ast.Starred):
-                    assert isinstance(each.value, ast.Name)
-                    weights = self.environment[each.value.id]
-                    assert isinstance(weights, list)
-                    arguments += weights
-                else:
-                    arguments.append(self.value(each))
-            found = self.call(value.func.id, arguments)
-        else:
-            symbol = self.value(value)
-            found = [symbol]
-            if isinstance(target, ast.Tuple):
-                found = [self.symbol(f"{symbol}[{index}]") for index in range(len(targets))]
-        for each, result in zip(targets, found, strict=True):
-            assert isinstance(each, ast.Name)
-            self.environment[each.id] = result
-
-
-def assert_same_results(flat: str, folded: str) -> None:
-    symbols: dict[str, int] = {}
-    expected = Evaluation(flat, symbols).results()
-    assert Evaluation(folded, symbols).results() == expected
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_models_of_the_zoo(name: str) -> None:
     graph, loss = small_graph(name)
     (stage,) = one_device_program(graph, 2, 12, loss).stages
-    assert_same_results(emit_forward(stage).text, emit_forward(stage, "layers").text)
+    for is_training in (False, True):
+        assert_same_results(emit_forward(stage), emit_forward(stage, "layers", is_training))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "mmt"])
@@ -160,14 +39,28 @@ def test_repeated_layers_become_a_function(name: str) -> None:
     (stage,) = one_device_program(graph, 2, 12, loss).stages
     flat = emit_forward(stage).text.count("\n")
     folded = emit_forward(stage, "layers").text
-    assert folded.count("\n") < 0.8 * flat
-    assert "def layer(" in folded or "def branch" in folded
+    assert folded.count("\n") < flat
+    assert "def layer_forward(" in folded or "def branch" in folded
 
 
-def source(statements: Sequence[Statement], arguments: Sequence[str], results: str) -> str:
+def flat_source(statements: Sequence[Statement], result: str) -> ForwardSource:
     lines = [line for each in statements for line in each.lines()]
-    head = f"def forward({', '.join(['p', *arguments])}):"
-    return "\n".join([head, *lines, f"    return ({results},)", ""])
+    text = "\n".join(["def forward(p, x0, x1):", *lines, f"    return ({result},)", ""])
+    count = sum(each.code.count("p.w") for each in statements)
+    attributes = tuple((f"w{index}", f"w{index}") for index in range(count))
+    return ForwardSource(text, ("x0", "x1"), (result,), (), {}, attributes)
+
+
+def layered_source(
+    statements: Sequence[Statement],
+    result: str,
+    names: ModelNames,
+    moves_arguments: bool = False,
+) -> ForwardSource:
+    items = fold_layers(statements, [result], names.parameters, set())
+    arguments = {"x0": "tokens", "x1": "hidden"}
+    found = layered_forward(items, arguments, {result: ""}, names, moves_arguments)
+    return ForwardSource(found.text, found.arguments, found.results, (), {}, found.attributes)
 
 
 @st.composite
@@ -216,15 +109,32 @@ def bodies(draw: st.DrawFn) -> tuple[list[Statement], str]:
     return statements, result
 
 
+@st.composite
+def names(draw: st.DrawFn) -> ModelNames:
+    """Names of parameters, and hints and sizes of variables, that often collide."""
+    words = st.sampled_from(
+        ["layers", "0", "1", "norm", "weight", "p", "del", "weight_2", "hidden"]
+    )
+    paths = st.lists(words, max_size=4).map(".".join)
+    stems = st.sampled_from(["hidden", "query", "hidden_2", "norm"])
+    follows = st.none() | st.integers(0, 40).map("x{}".format)
+    hints = st.builds(VariableHint, stems, follows)
+    return ModelNames(
+        {f"p.w{index}": draw(paths) for index in range(12)},
+        {},
+        {f"x{index}": draw(hints) for index in range(2, 20)},
+        {f"x{index}": draw(st.sampled_from([1, 10**6])) for index in range(20)},
+    )
+
+
 @settings(deadline=None, max_examples=400)
-@given(bodies())
-def test_any_body(case: tuple[list[Statement], str]) -> None:
+@given(bodies(), names(), st.booleans())
+def test_any_body(
+    case: tuple[list[Statement], str], known: ModelNames, moves_arguments: bool
+) -> None:
     statements, result = case
-    folded = fold_layers(statements, [result], {})
-    head = "def forward(p, x0, x1):"
-    returned = folded.renamed.get(result, result)
-    text = "\n".join([*folded.functions, head, *folded.lines, f"    return ({returned},)", ""])
-    assert_same_results(source(statements, ["x0", "x1"], result), text)
+    layered = layered_source(statements, result, known, moves_arguments)
+    assert_same_results(flat_source(statements, result), layered)
 
 
 @given(st.text(max_size=60))
@@ -249,9 +159,9 @@ def test_names_of_parameters_add_no_code() -> None:
         Statement(("x10",), "F.linear(x9, p.w1)"),
         *(Statement((f"x{index + 1}",), f"torch.tanh(x{index})") for index in range(10, 18)),
     ]
-    (function,) = fold_layers(statements, ["x18"], HOSTILE).functions
-    tree = ast.parse(function)
-    assert [type(each) for each in tree.body] == [ast.FunctionDef]
+    text = layered_source(statements, "x18", ModelNames(HOSTILE, {}, {}, {})).text
+    tree = ast.parse(text)
+    assert [type(each) for each in tree.body] == [ast.FunctionDef, ast.FunctionDef]
     assert not [each for each in ast.walk(tree) if isinstance(each, ast.Import)]
 
 
@@ -270,16 +180,28 @@ def test_equal_segments_share_a_function() -> None:
         for number, function in enumerate(("torch.tanh", "torch.relu", "torch.tanh", "torch.tanh"))
     ]
     names = {f"p.w{number}": f"layers.{number}.up.weight" for number in range(4)}
-    (found,) = fold_segments(bodies, names)
-    assert found.weights == {0: ("p.w0",), 2: ("p.w2",), 3: ("p.w3",)}
-    assert found.text == (
+    calls = segment_calls(bodies, names, set())
+    assert [each.instance for each in calls] == [0, 0, 1, 2]
+    assert [each.function.name for each in calls] == [
+        "layer_forward",
+        "segment_1",
+        "layer_forward",
+        "layer_forward",
+    ]
+    found = layered_forward(calls, {"x0": "x"}, {"x8": ""}, ModelNames(names, {}, {}, {}))
+    assert dict(found.attributes) == {
+        "layers.0.up.weight": "w0",
+        "layers.1.up.weight": "w2",
+        "layers.2.up.weight": "w3",
+        "layers_1.up.weight": "w1",
+    }
+    assert found.text.startswith(
         "@recompute\n"
-        "def layer(p, weights, v0):\n"
-        '    """One of 3 equal layers."""\n'
-        "    (up_weight,) = weights\n"
-        "    v1 = F.linear(v0, up_weight)\n"
-        "    v2 = torch.tanh(v1)\n"
-        "    return (v2,), ()\n"
+        "def layer_forward(p, hidden):\n"
+        '    """One of the 3 layers `p.layers`."""\n'
+        "    hidden = F.linear(hidden, p.up.weight)\n"
+        "    hidden = torch.tanh(hidden)\n"
+        "    return (hidden,), ()\n"
     )
 
 

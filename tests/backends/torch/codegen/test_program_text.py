@@ -41,13 +41,18 @@ def program_of(micro_batches: int, name: str) -> Program:
     return lower(graph, placement, schedule_of(graph, placement, micro_batches, name), loss)
 
 
+def arguments_of(program: Program) -> list[list[str]]:
+    """Return names of the arguments of each stage."""
+    return [[f"x{index}" for index in range(len(each.inputs))] for each in program.stages]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_rank_files_have_the_same_size_for_any_number_of_micro_batches(name: str) -> None:
     few = program_of(32, name)
     many = program_of(512, name)
     for short, long in zip(few.ranks, many.ranks, strict=True):
         lines = [
-            emit_rank(program, rank, "A rank.").splitlines()
+            emit_rank(program, rank, "A rank.", arguments_of(program)).splitlines()
             for program, rank in ((few, short), (many, long))
         ]
         assert len(lines[0]) == len(lines[1])

@@ -14,6 +14,7 @@ from types import ModuleType
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.random_numbers.random_streams import RandomStreams
+from autopipe.backends.torch.runtime.state.arguments import parameter_index, set_attributes
 from autopipe.backends.torch.runtime.state.parameters import (
     load_constants,
     load_parameters,
@@ -50,7 +51,12 @@ def set_stage_arguments(rank: RankContext) -> None:
     """Assign parameters, constants, process group, random numbers and running statistics to all
     stages of a rank, as attributes of their `p`.
     """
-    names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
+    names = {
+        content
+        for stage in rank.stages.values()
+        for _, content in stage.attributes.attributes
+        if isinstance(content, str) and content.startswith("c")
+    }
     constants = load_constants(rank.manifest.folder, names, rank.device)
     for mode in rank.modes:
         mode.on_constants(constants)
@@ -62,14 +68,17 @@ def set_stage_arguments(rank: RankContext) -> None:
     }
     named = constants | {f"w{index}": tensor for index, tensor in read.items()}
     for number, stage in rank.stages.items():
-        for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
-            setattr(stage.p, name, named[name])
+        attributes = stage.attributes.attributes
+        set_attributes(stage.p, attributes, named)
         stage.p.group = Group(rank.manifest.stages[number].ranks, rank.transport)
         stage.p.random = RandomStreams(
             rank.device, stage.p.group.position, getattr(stage.module, "DRAWS", False)
         )
         stage.p.running = RunningStatistics()
-        stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
+        indices = dict.fromkeys(parameter_index(content) for _, content in attributes)
+        stage.p.weight_grads = WeightGradQueue(
+            read[index] for index in indices if index is not None
+        )
 
 
 class _StageCollector:

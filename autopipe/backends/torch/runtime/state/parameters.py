@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
@@ -211,11 +210,3 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
         ).to(device)
         for name, array in arrays.items()
     }
-
-
-class Arguments(SimpleNamespace):
-    """The first argument `p` of a stage's forward: parameters `w0`, `w1`, ..., constants `c0`,
-    `c1`, ..., `device`, the process group `group`, the queue of deferred gradients `weight_grads`,
-    random numbers `random`, running statistics `running`, and `training`, which is False in a
-    validation.
-    """

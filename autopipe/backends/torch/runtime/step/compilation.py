@@ -7,17 +7,20 @@ they run eagerly between compiled parts of a stage.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.recompute import recompute
+from autopipe.backends.torch.runtime.step.forward_parts import divide_forward
 from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 from autopipe.backends.torch.torch_interfaces import configure_compiler
@@ -95,6 +98,9 @@ def _set_up_compiler() -> None:
 def _compile_stage(stage: Stage) -> str:
     """Compile a stage's forward, or only its recomputed segments if it has any. Return which parts
     run eagerly and why, "" if none does.
+
+    A function that several layers share is compiled once (`forward_parts`). torch's
+    `nested_compile_region` has the same purpose, but its gradients were wrong on CPUs (torch 2.13).
     """
     # The import is in the function, because it takes about a second.
     from autopipe.backends.torch.torch_interfaces import (
@@ -102,27 +108,36 @@ def _compile_stage(stage: Stage) -> str:
         Unsupported,
     )
 
-    forward = stage.module.forward
-    segments = [
-        (each, each.segment) for each in vars(stage.module).values() if isinstance(each, recompute)
-    ]
-    functions = [function for _, function in segments] or [forward]
+    module = stage.module
+    forward = module.forward
+    segments = [each for each in vars(module).values() if isinstance(each, recompute)]
+    originals = {each: each.segment for each in segments}
+    layers = _layer_functions(module)
+    parts: dict[str, FunctionType] = {}
+    divided = forward
+    if layers:
+        names = divide_forward(inspect.getsource(module), layers)
+        divided = names.define(vars(module))
+        parts = layers | {name: vars(module)[name] for name in names.parts}
+    functions: list[Any] = [*originals.values(), *parts.values()] or [forward]
     said = ""
     for fullgraph in (True, False):
         through = partial(torch.compile, dynamic=False, fullgraph=fullgraph)
-        for segment, function in segments:
+        for segment, function in originals.items():
             segment.segment = through(function)
-        stage.function = forward if segments else through(forward)
+        for name, function in parts.items():
+            setattr(module, name, through(function))
+        stage.function = divided if segments or parts else through(forward)
         try:
             stage.run_on_zeros()
             stage.compiled = said
             return said
         except Unsupported as error:
             used = {name for function in functions for name in function.__code__.co_names}
-            parts = [part for name, part in _UNCOMPILED_CALLS.items() if name in used] or [
+            eager = [text for name, text in _UNCOMPILED_CALLS.items() if name in used] or [
                 _first_line(error)
             ]
-            said = f"between compiled parts, eagerly: {', '.join(parts)}"
+            said = f"between compiled parts, eagerly: {', '.join(eager)}"
         except TorchDynamoException as error:
             for words, hint in _COMPILER_HINTS.items():
                 if words in str(error):
@@ -131,10 +146,26 @@ def _compile_stage(stage: Stage) -> str:
                     ) from error
             said = f"all of it eagerly: {_first_line(error)}"
             break
-    for segment, function in segments:
+    for segment, function in originals.items():
         segment.segment = function
+    for name, layer in layers.items():
+        setattr(module, name, layer)
     stage.function = forward
     return said
+
+
+def _layer_functions(module: ModuleType) -> dict[str, FunctionType]:
+    """Return the functions of the layers of a stage, by name, given the stage's generated module.
+    Functions that backward recomputes and functions of loop operators are omitted.
+    """
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if isinstance(each, FunctionType)
+        and each.__module__ == module.__name__
+        and name != "forward"
+        and not name.startswith("loop_")
+    }
 
 
 def _cache_folder() -> Path | None:

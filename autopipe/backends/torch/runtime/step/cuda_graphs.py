@@ -25,7 +25,11 @@ from typing import Any
 import torch
 
 from autopipe.backends.torch.runtime.random_numbers.random_streams import ForwardState, StaticState
-from autopipe.backends.torch.runtime.state.parameters import Arguments
+from autopipe.backends.torch.runtime.state.arguments import (
+    Arguments,
+    get_attribute,
+    set_attribute,
+)
 from autopipe.backends.torch.runtime.state.running_statistics import NotedStatistic
 from autopipe.backends.torch.runtime.step.output_edges import OutputEdge, run_backward
 from autopipe.backends.torch.runtime.step.weight_gradients import (
@@ -216,10 +220,12 @@ class CapturedStage:
     """Function that returns arguments of zeros. Those whose gradients the stage computes require
     gradients.
     """
-    parameters: Mapping[str, torch.Tensor]
-    """The parameters of the stage by their name in `p`. If `p` has a 16-bit copy of a parameter,
-    the entry is the fp32 parameter.
+    parameters: Mapping[int, torch.Tensor]
+    """The parameters of the stage by index. If `p` has a 16-bit copy of a parameter, the entry is
+    the fp32 parameter.
     """
+    paths: Mapping[int, Sequence[str]]
+    """Paths of the attributes of `p` that are each parameter."""
     seeded: frozenset[int]
     """Indices of the results from which the backward starts: the loss, and results whose gradients
     other stages send. Empty in inference.
@@ -252,13 +258,13 @@ class StageGraphs:
             before = torch.cuda.memory_reserved()
             self._warm_up()
             grown = torch.cuda.memory_reserved() - before
-            found = [name for name, alias in aliases.items() if alias.grad is not None]
-            self._trained = [self._stage.parameters[name] for name in found]
+            found = [index for index, alias in aliases.items() if alias.grad is not None]
+            self._trained = [self._stage.parameters[index] for index in found]
             # A slot is the static memory of one micro-batch in flight. Gradients of parameters are
             # not part of it, because all slots add to the same gradients.
             slot_bytes = max(0, grown - sum(each.nbytes for each in self._trained))
-            for name in aliases:
-                aliases[name].grad = None
+            for alias in aliases.values():
+                alias.grad = None
             torch.cuda.empty_cache()
             # One slot is added for eager passes, which need about as much memory. They run in a
             # validation, or when all slots are in use.
@@ -266,38 +272,43 @@ class StageGraphs:
             self._resources.check_free_memory(
                 (slots + 1) * slot_bytes + gradients.missing_bytes(self._trained)
             )
-            for name in found:
-                aliases[name].grad = gradients.gradient_of(self._stage.parameters[name])
+            for index in found:
+                aliases[index].grad = gradients.gradient_of(self._stage.parameters[index])
             # The second warm-up adds to existing gradients, which requires other kernels than the
             # first warm-up. CUDA must load these kernels before the capture.
             self._warm_up()
             self.free += [GraphSlot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
-    def _use_aliases(self) -> Iterator[Tensors]:
+    def _use_aliases(self) -> Iterator[dict[int, torch.Tensor]]:
         """In the block, make the stage read aliases instead of its trained parameters: tensors that
-        share their memory but have their own `grad`. Yield the aliases by the name in `p`. The
-        block also has its own queue of weight gradients.
+        share their memory but have their own `grad`. Yield the aliases by index of the parameter.
+        The block also has its own queue of weight gradients.
         """
         p = self._stage.p
-        read = {name: getattr(p, name) for name in self._stage.parameters}
+        paths = self._stage.paths
+        read = {index: get_attribute(p, paths[index][0]) for index in self._stage.parameters}
         queue = p.weight_grads
         state = p.random.state
         aliases = {
-            name: parameter.data.requires_grad_(True)
-            for name, parameter in self._stage.parameters.items()
+            index: parameter.data.requires_grad_(True)
+            for index, parameter in self._stage.parameters.items()
             if parameter.requires_grad and self._stage.seeded
         }
-        for name, alias in aliases.items():
-            is_copy = read[name] is not self._stage.parameters[name]
-            setattr(p, name, _low_precision_alias(alias, read[name]) if is_copy else alias)
+        used = {}
+        for index, alias in aliases.items():
+            is_copy = read[index] is not self._stage.parameters[index]
+            used[index] = _low_precision_alias(alias, read[index]) if is_copy else alias
+            for path in paths[index]:
+                set_attribute(p, path, used[index])
         try:
-            p.weight_grads = WeightGradQueue([getattr(p, name) for name in aliases])
+            p.weight_grads = WeightGradQueue(used.values())
             p.training = True
             yield aliases
         finally:
-            for name, tensor in read.items():
-                setattr(p, name, tensor)
+            for index, tensor in read.items():
+                for path in paths[index]:
+                    set_attribute(p, path, tensor)
             p.weight_grads = queue
             p.random.state = state
 

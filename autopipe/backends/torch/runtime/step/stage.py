@@ -24,7 +24,12 @@ from autopipe.backends.torch.runtime.data.sample_source import BlockRanges
 from autopipe.backends.torch.runtime.deprecated import warn_of_old_name
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.options import RankOptions
-from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.state.arguments import (
+    Arguments,
+    parameter_index,
+    read_attributes,
+)
+from autopipe.backends.torch.runtime.state.parameters import torch_dtype
 from autopipe.backends.torch.runtime.step.cuda_graphs import (
     CapturedStage,
     CaptureResources,
@@ -336,8 +341,10 @@ class Stage:
         """Maximum number of micro-batches, so far, whose forward has run and whose backward has not
         ended.
         """
+        self.attributes = read_attributes(module)
+        """The attributes of `p` that are parameters and constants."""
         self._recomputing_readers = Counter(
-            int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment
+            int(name[1:]) for segment in self.attributes.segments for name in segment
         )
         """For each parameter index, the number of recomputed segments that read the parameter."""
         # Keys of `_arriving`, `_leaving` and `_local` are (micro-batch, is gradient); keys of their
@@ -597,9 +604,17 @@ class Stage:
         seeded = {port.result for port in self.sends if port.gradient} if rank.training else set()
         if rank.training and self._loss is not None:
             seeded.add(self._loss.result)
-        parameters = {name: rank.parameters[int(name[1:])] for name in self.module.PARAMETERS}
+        paths: dict[int, list[str]] = defaultdict(list)
+        for path, content in self.attributes.attributes:
+            if (index := parameter_index(content)) is not None:
+                paths[index].append(path)
         stage = CapturedStage(
-            self.p, self._run_forward, self._zero_arguments, parameters, frozenset(seeded)
+            self.p,
+            self._run_forward,
+            self._zero_arguments,
+            {index: rank.parameters[index] for index in paths},
+            paths,
+            frozenset(seeded),
         )
         try:
             self.graphs = StageGraphs(stage, resources, self._max_in_flight)

@@ -126,8 +126,8 @@ def test_both_ends_of_each_channel_count_the_same_messages(model: Path, tmp_path
 @pytest.mark.parametrize(
     ("file", "before", "after", "words"),
     [
-        ("stage_00.py", "'x5': (torch.float64, (2", "'x5': (torch.float64, (3", "result 0 of stage 0 is float64 [2"),
-        ("stage_00.py", "(2, 4)", "(1, 4)", "argument x0 of stage 0 is float64 [2, 4]"),
+        ("stage_00.py", "'v4': (torch.float64, (2", "'v4': (torch.float64, (3", "result 0 of stage 0 is float64 [2"),
+        ("stage_00.py", "(2, 4)", "(1, 4)", "argument in0 of stage 0 is float64 [2, 4]"),
         ("rank_000.py", "stage=1, channel=0", "stage=1, channel=0, offsets=((1, 3), (0, 4))", "is float64 [1, 4]"),
     ],
     ids=["result", "argument", "block sent"],

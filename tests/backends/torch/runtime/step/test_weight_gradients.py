@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.backends.torch.runtime.recompute import Tensors, recompute
+from autopipe.backends.torch.runtime.state.arguments import Arguments, set_attribute
 from autopipe.backends.torch.runtime.step.weight_gradients import (
     WeightGradQueue,
     compute_weight_gradients,
@@ -212,11 +213,10 @@ def test_convolutions(
 
 
 @recompute
-def _two_layers(p: Any, weights: Tensors, x: torch.Tensor) -> tuple[Tensors, Tensors]:
+def _two_layers(p: Any, x: torch.Tensor) -> tuple[Tensors, Tensors]:
     """A recomputed segment whose function several segments share."""
-    first, second = weights
-    hidden = torch.tanh(p.weight_grads(F.linear, x, first))
-    return (p.weight_grads(F.linear, hidden, second),), ()
+    hidden = torch.tanh(p.weight_grads(F.linear, x, p.first))
+    return (p.weight_grads(F.linear, hidden, p.second),), ()
 
 
 def test_segments_of_one_function_may_share_their_first_weight() -> None:
@@ -232,12 +232,13 @@ def test_segments_of_one_function_may_share_their_first_weight() -> None:
     expected = torch.autograd.grad(plain.square().sum(), [common, *others])
 
     queue = WeightGradQueue([common, *others])
-    p: Any = SimpleNamespace(
-        device=x.device, weight_grads=queue, random=SimpleNamespace(state=None)
-    )
+    p = Arguments(device=x.device, weight_grads=queue, random=SimpleNamespace(state=None))
+    for index, other in enumerate(others):
+        set_attribute(p, f"layers.{index}.first", common)
+        set_attribute(p, f"layers.{index}.second", other)
     found = x
-    for other in others:
-        (found,) = _two_layers(p, found, weights=(common, other))
+    for layer in p.layers:
+        (found,) = _two_layers(layer, found)
     torch.testing.assert_close(found, plain)
     found.square().sum().backward()
     compute_weight_gradients(queue.take())
