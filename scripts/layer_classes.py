@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT))
 from autopipe.api.inspection import LayerSummary, summarize_layers  # noqa: E402 - needs the path
 from autopipe.backends.torch.codegen.stage_file import emit_stage  # noqa: E402
 from autopipe.configs.zoo import MODELS, build, configure  # noqa: E402
-from autopipe.ir.errors import AutopipeError, CodegenError  # noqa: E402
-from autopipe.ir.graph import Graph  # noqa: E402
+from autopipe.ir.errors import AutopipeError  # noqa: E402
 from autopipe.passes.frontend import read_model  # noqa: E402
+from autopipe.passes.frontend.model import Model  # noqa: E402
 from autopipe.passes.lower.lower import one_device_program  # noqa: E402
 from tests.exports.export import Export, onnx_file  # noqa: E402
 from tests.exports.journey import MOST, SEQUENCE, all_journeys, symbols  # noqa: E402
@@ -218,7 +218,8 @@ def _order(export: Export) -> tuple[str, str, bool, bool]:
 def _row(model: str, source: str, path: Path, dims: dict[str, int]) -> tuple[str, ...]:
     """Return the cells of the row of a model."""
     inputs = FIXED_INPUTS.get(model)
-    graph = read_model(path, dims=dims, fixed_inputs=inputs, with_unsupported=True).graph
+    read = read_model(path, dims=dims, fixed_inputs=inputs, with_unsupported=True)
+    graph = read.graph
     found = summarize_layers(graph, ())
     covered = sum(each.count * each.nodes for each in found)
     return (
@@ -227,22 +228,23 @@ def _row(model: str, source: str, path: Path, dims: dict[str, int]) -> tuple[str
         str(len(graph.nodes)),
         ", ".join(_text(each, found) for each in found),
         f"{covered / max(1, len(graph.nodes)):.0%}",
-        _lines(graph),
+        _lines(read),
         REASONS.get(model, "") if 2 * covered < len(graph.nodes) else "",
     )
 
 
-def _lines(graph: Graph) -> str:
+def _lines(model: Model) -> str:
     """Return the number of lines of the stage file of a model on one device in both forms; "" if
     the model contains operators for which no code is generated.
     """
     try:
-        (stage,) = one_device_program(graph, 1, 1, None).stages
+        program = one_device_program(model.graph, 1, model.batch or 1, model.loss or None)
+        (stage,) = program.stages
         texts = [
-            emit_stage(stage, "A stage.", style, is_training=False).text
+            emit_stage(stage, "A stage.", style, is_training=program.train).text
             for style in ("flat", "layers")
         ]
-    except CodegenError:
+    except AutopipeError:
         return ""
     flat, layered = (text.count("\n") for text in texts)
     return f"{flat} → {layered}"
