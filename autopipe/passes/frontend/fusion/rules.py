@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.passes.frontend.cleanup import merge_equal_nodes, remove_unread
+from autopipe.passes.frontend.fusion.assignments import scatter_along_dimension
 from autopipe.passes.frontend.fusion.attention import fuse_attention
 from autopipe.passes.frontend.fusion.experts import fuse_gathered_experts, fuse_masked_experts
 from autopipe.passes.frontend.fusion.gated_units import fuse_gated_unit, fuse_swish
@@ -51,6 +52,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "Reshape": (fuse_rotary_reshape, separate_merged_rows),
     "ReduceSum": (fuse_gathered_experts,),
     "MatMul": (fuse_attention,),
+    "ScatterND": (scatter_along_dimension,),
 }
 """Rules by the operator of the node at which a pattern ends. They are tried in order, and the first
 match wins.
