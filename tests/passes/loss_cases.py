@@ -91,6 +91,29 @@ def _entropy(probabilities: Tensor) -> Tensor:
     return -(probabilities * probabilities.log()).sum()
 
 
+def _shifted(targets: Tensor, axis: int) -> Tensor:
+    """Targets that are moved by one along an axis behind a zero, as labels are that a decoder
+    reads.
+    """
+    shifted = torch.zeros_like(targets)
+    if axis == 0:
+        shifted[1:] = targets[:-1]
+    else:
+        shifted[:, 1:] = targets[:, :-1]
+    return shifted
+
+
+def _every_second_zeroed(scores: Tensor) -> Tensor:
+    zeroed = torch.tanh(scores)
+    zeroed[:, ::2] = 0
+    return zeroed
+
+
+def _positions(scores: Tensor) -> Tensor:
+    """The numbers of the classes, repeated for each sample."""
+    return torch.arange(CLASSES).expand(scores.shape[0], CLASSES)
+
+
 def _squares(scores: Tensor, targets: Tensor) -> Tensor:
     return (scores - targets) ** 2
 
@@ -196,6 +219,13 @@ LOSSES = (
     LossCase("sorted distances", MIXED, lambda z, y, t, w: (z.sort(0).values - t.sort(0).values).abs().mean()),
     LossCase("scaled by the largest", MIXED, lambda z, y, t, w: (_squares(z, t) / _squares(z, t).max()).mean()),
     LossCase("distances of all pairs", MIXED, lambda z, y, t, w: ((z[:, None] - z[None]) ** 2).mean()),
+    LossCase("shifted targets", MEAN, lambda z, y, t, w: _squares(z, _shifted(t, 1)).mean()),
+    LossCase("shifted samples", MIXED, lambda z, y, t, w: _squares(z, _shifted(t, 0)).mean()),
+    LossCase("sum of assigned scores", SUM, lambda z, y, t, w: _squares(_every_second_zeroed(z), t).sum()),
+    LossCase("rows of each sample", MEAN, lambda z, y, t, w: _squares(w[_positions(z)].sum(2), z).mean()),
+    LossCase("row by batch size", MIXED, lambda z, y, t, w: (
+        _squares(z, t).mean() * w[z.shape[0] // 2 % CLASSES].sum()
+    )),
     LossCase("cosine", MEAN, lambda z, y, t, w: (1 - F.cosine_similarity(z, t)).mean()),
 )  # fmt: skip
 

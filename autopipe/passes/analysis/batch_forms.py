@@ -544,18 +544,19 @@ class _FormAnalysis:
             return _form_of_product(node, operands)
         if node.op in _ADDING and self._graph.type_of(node.outputs[0]).dtype.is_floating:
             pairs = zip(names, operands, strict=True)
-            added = [form for name, form in pairs if not self._is_neutral_operand(node, name)]
+            added = [form for name, form in pairs if not self._is_neutral_operand(node, name, form)]
             return _form_of_sum(node, added or operands)
         return _form_of_nonlinear(node, operands)
 
-    def _is_neutral_operand(self, node: Node, name: str) -> bool:
-        """True for an operand that cannot change the form of a sum: a constant zero that is added,
-        or an operand that only selects, such as an index or a condition.
+    def _is_neutral_operand(self, node: Node, name: str, form: _Form) -> bool:
+        """True for an operand `name` of the form `form` that cannot change the form of a sum: a
+        constant zero that is added, or an operand that only selects, such as an index or a
+        condition. An operand that selects for each sample, or by the number of samples, can change
+        the form.
         """
         constant = self._graph.constant(name)
         if constant is not None and not np.any(constant.array) and node.op in _SUMS:
             return True
-        form = _FIXED if constant is not None else self._forms[name]
         return form == _FIXED and not self._graph.type_of(name).dtype.is_floating
 
     def _form_of_quotient(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
@@ -666,7 +667,7 @@ class _FormAnalysis:
         forms = [
             (form, name)
             for name, form in zip(names, operands, strict=True)
-            if not self._is_neutral_operand(node, name)
+            if not self._is_neutral_operand(node, name, form)
         ]
         found = next(form for form, _ in forms if form.base in _DIVIDED)
         others = [form for form, _ in forms if form is not found]
