@@ -73,6 +73,10 @@ JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     ),
     "second sample": ([node("GatherND", "x place", "y")], {"place": integers(1).reshape(1, 1)}),
     "indices of maxima": ([node("Reshape", "x image", "i"), MAXIMA], {"image": integers(-1, 1, 6)}),
+    "samples by computed indices": (
+        [node("ArgMax", "x", "i", axis=1, keepdims=0), node("Gather", "x i", "y")],
+        {},
+    ),
     "samples along axis 1": ([node("Transpose", "x", "t"), node("ArgMax", "t", "y", axis=1)], {}),
 }
 APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
@@ -127,6 +131,21 @@ APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     ),
 }
 
+ONE_OF_EACH = (
+    [
+        node("ArgMax", "x", "i", axis=1, keepdims=0),
+        node("Shape", "x", "rows", start=0, end=1),
+        node("Squeeze", "rows", "count"),
+        node("Range", "zero count one", "numbers"),
+        node("Mul", "numbers six", "starts"),
+        node("Add", "i starts", "places"),
+        node("Reshape", "x all", "flat"),
+        node("Gather", "flat places", "y"),
+    ],
+    {"zero": np.array(0), "one": np.array(1), "six": np.array(6), "all": integers(-1)},
+)
+"""`x[arange(samples), x.argmax(1)]`, as torch's TorchScript exporter writes it."""
+
 
 COUNTED = [
     node("Shape", "x", "rows", start=0, end=1),
@@ -177,6 +196,18 @@ def test_a_node_that_joins_samples_is_found(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_kept_apart_or_averaged(tmp_path: Path, name: str) -> None:
     assert first_joining_node(read_model(_path(tmp_path, *APART[name]), batch=3).graph) is None
+
+
+def test_elements_of_each_sample_by_computed_indices_do_not_join_samples(
+    command_line: CommandLine,
+) -> None:
+    path = _path(command_line.folder, *ONE_OF_EACH)
+    assert first_joining_node(read_model(path, batch=3).graph) is None
+    words = ("plan", path, "--gpus", 2, "--strategy", "pipedream", "-q", "--batch-size", 4)
+    told = command_line.done(*words, "--micro-batches", 2, "-o", "p").err
+    assert "micro-batches may change outputs" in told
+    command_line.done("codegen", "p", "-q")
+    command_line.done("verify", "p/program", "--device", "cpu", "-q")
 
 
 @pytest.mark.parametrize(

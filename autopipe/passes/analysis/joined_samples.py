@@ -39,7 +39,8 @@ def first_joining_node(graph: Graph) -> Node | None:
       mean over equal micro-batches is the mean over the batch;
     - a value without samples that is computed from samples and read together with samples, because
       the frontend warns about it;
-    - an operator that gathers samples by computed indices, because its effect is unknown.
+    - a Gather by computed indices from a dimension that samples and other axes share, because the
+      indices of a sample can address only its own elements, as those of `x[arange(n), i]` do.
     """
     axes = batch_axes_of(graph)
     joined: dict[str, Node] = {}
@@ -74,7 +75,7 @@ def _mixes_samples(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes:
         return False
     together = max((len(axes.values.get(name, ())) for name in node.inputs), default=0)
     if len({each.axis for each in samples}) > max(together, 1):
-        return True
+        return not _gathers_from_merged_samples(graph, node, axes)
     if row.kind != "memory" and any(
         each.kind in _JOINT and _has_samples(node, axes) for each in samples
     ):
@@ -82,6 +83,19 @@ def _mixes_samples(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes:
     if row.reads_axis and any(each.kind is AxisKind.UNSPLITTABLE for each in samples):
         return True
     return _selects_some_samples(graph, node, axes) or _uses_batch_indices(graph, node, axes)
+
+
+def _gathers_from_merged_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
+    """True if the node is a lookup by computed indices along a dimension that contains the batch
+    and other axes, for example the merged batch and sequence.
+    """
+    row = operator_of(node)
+    if row is None or not row.lookup:
+        return False
+    signature = signature_of(graph, node)
+    places = axes.values.get(node.inputs[0], ())
+    merged = {each.dimension for each in places if (each.outer, each.inner) != (1, 1)}
+    return signature.constant(1) is None and signature.axis() in merged
 
 
 def _uses_batch_indices(graph: Graph, node: Node, axes: BatchAxes) -> bool:
