@@ -33,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 from tests.distributed.support.pool import Pools, ranks_in  # noqa: E402 - needs the path above
 from tests.exports.journey import (  # noqa: E402
-    MICRO_BATCHES,
     Journey,
     Outcome,
     all_journeys,
@@ -75,7 +74,8 @@ The other columns contain:
 - *outputs*: `loss` means two steps of training, one of which is compared; `forward` means one step
   of inference.
 - *batch*: micro-batches × samples per micro-batch. If the file has another number of samples, it
-  follows after `/`.
+  follows after `/`. A row with one micro-batch is a model whose output micro-batches would change;
+  `plan` then refuses more of them.
 - *nodes*: number of nodes in the file → number of nodes in the plan.
 - *devices of each stage*: for example, in 1+2+1 the middle stage has two replicas.
 - the columns with differences: ‖a − b‖₂ / ‖b‖₂ of the tensor with the largest difference. `outputs,
@@ -148,7 +148,7 @@ def _run_journey(journey: Journey) -> tuple[Outcome, float]:
 def _row_of_outcome(outcome: Outcome) -> list[str]:
     journey = outcome.journey
     export = journey.export
-    size = journey.micro_batch_size or export.batch
+    size = journey.samples
     found = (outcome.outputs, outcome.ranks_outputs, outcome.loss, outcome.gradients)
     return [
         export.model,
@@ -157,7 +157,8 @@ def _row_of_outcome(outcome: Outcome) -> list[str]:
         "dynamic" if export.dynamic else "static",
         "loss" if export.loss else "forward",
         journey.strategy,
-        f"{MICRO_BATCHES}×{size}" + (f"/{export.batch}" if size != export.batch else ""),
+        f"{journey.micro_batches}×{size}"
+        + ("" if size == export.batch or export.dynamic else f"/{export.batch}"),
         "{}→{}".format(*outcome.nodes) if outcome.nodes else "",
         "+".join(map(str, outcome.stages)),
         *("" if value is None else f"{value:.1e}" for value in found),

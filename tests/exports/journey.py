@@ -56,6 +56,12 @@ FOLDED = {
 """Exports whose training is refused, by name, and what the exporter computed of their parameters;
 without the refusal they are trained as files that hold these tensors.
 """
+NUMBERED = {
+    "yolo_rows-torchscript-dynamic-forward": "each row has the number of its image in the batch",
+}
+"""Exports whose outputs micro-batches would change, by name, and why. Micro-batches are refused, so
+the whole batch is one.
+"""
 DEVICES = 4
 MICRO_BATCHES = 4
 
@@ -68,6 +74,17 @@ class Journey:
     strategy: str = "pipedream"
     micro_batch_size: int | None = None
     """The batch of the export where None."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the step."""
+        return 1 if self.export.name in NUMBERED else MICRO_BATCHES
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch."""
+        size = self.micro_batch_size or self.export.batch
+        return MICRO_BATCHES * size // self.micro_batches
 
     @property
     def name(self) -> str:
@@ -176,28 +193,29 @@ def _exported(export: Export, folder: Path) -> Path:
 
 def _plan(journey: Journey, path: Path, folder: Path) -> dict[str, Any]:
     """Plan; where training is refused, check that, and plan to train the tensors that the refusal
-    is about.
+    is about. Where micro-batches are refused, check that, too, and plan without.
     """
     arguments = _plan_arguments(journey, path, folder)
+    if journey.export.name in NUMBERED:
+        divided = [*arguments, "--micro-batches", MICRO_BATCHES]
+        _require_refused(divided, folder / "refused", "micro-batches would change the output")
     if journey.export.name in FOLDED:
-        _require_refused(arguments, folder / "refused")
+        _require_refused(arguments, folder / "refused", "training is refused")
         model = read_model(path, dims=dict.fromkeys(symbols(path), SEQUENCE))
         names = [each.value.name for each in model.tensors if each.refused]
         arguments += ["--set", f"model.trainable={json.dumps(names)}"]
     return _command("plan", *arguments, "-o", folder / "plan")
 
 
-def _require_refused(arguments: list[object], folder: Path) -> None:
-    """Raise CommandError unless `plan` refuses to train what the exporter computed from
-    parameters.
-    """
+def _require_refused(arguments: list[object], folder: Path, reason: str) -> None:
+    """Raise CommandError unless `plan` fails with an error that contains `reason`."""
     try:
         _command("plan", *arguments, "-o", folder)
     except CommandError as error:
-        if "training is refused" in str(error):
+        if reason in str(error):
             return
         raise
-    raise CommandError("plan: training was not refused")
+    raise CommandError(f"plan: no error says that {reason}")
 
 
 _FIELDS = {
@@ -213,8 +231,8 @@ _FIELDS = {
 
 def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     export = journey.export
-    size = journey.micro_batch_size or export.batch
-    batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
+    samples = journey.micro_batches * journey.samples
+    batch = ["--batch-size", samples, "--micro-batches", journey.micro_batches]
     arguments = [
         path,
         "--gpus",
