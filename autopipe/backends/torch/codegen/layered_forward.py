@@ -270,9 +270,11 @@ class _Writer:
             first = known[0]
             text += f", numbers {first[0]} to {first[-1]} of the model"
             if len(known) > 1:
-                text += (
-                    ". Each of them begins inside a layer of the model and ends inside another one"
-                )
+                return [
+                    f'    """{text}.',
+                    "    Each of them begins inside a layer of the model and ends inside the next one.",
+                    '    """',
+                ]
         return [f'    """{text}."""']
 
     def _layer_codes(self, function: Function) -> dict[str, str]:
