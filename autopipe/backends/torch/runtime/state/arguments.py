@@ -9,10 +9,11 @@ a path, as in `layers.3.norm.weight`, is an index in a list of `LayerArguments`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,6 +21,13 @@ from autopipe.ir.codec import decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.program import StageAttributes
+
+_PATH: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.([A-Za-z][A-Za-z0-9_]*|\d{1,6}))*")
+"""Form of the path of an attribute. No word starts with an underscore, as the attributes of Python's
+objects do.
+"""
+_CONTENT: Final = re.compile(r"[wc]\d{1,9}")
+"""Form of the content of an attribute that is a parameter or a constant."""
 
 
 class Arguments(SimpleNamespace):
@@ -64,6 +72,15 @@ def read_attributes(module: ModuleType) -> StageAttributes:
             where=str(path),
         ) from error
     found: StageAttributes = decode(JsonRecord(raw, str(path)), StageAttributes)
+    for name, content in found.attributes:
+        is_known = isinstance(content, int) or _CONTENT.fullmatch(content) is not None
+        if _PATH.fullmatch(name) is None or not is_known:
+            raise ConfigurationError(
+                f"attribute {name!r} has the content {content!r}, expected the path of an "
+                "attribute and a parameter such as 'w3' or a constant such as 'c3'",
+                hint="run autopipe codegen again",
+                where=str(path),
+            )
     return found
 
 
@@ -80,9 +97,15 @@ def set_attributes(
     p: Arguments, attributes: Iterable[tuple[str, str | int]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Set attributes of `p` and of its layers. `attributes` are those of `StageAttributes`;
-    `tensors` has the parameters and constants by content, such as `w3`.
+    `tensors` has the parameters and constants by content, such as `w3`. Raise ConfigurationError if
+    a tensor is missing.
     """
     for path, content in attributes:
+        if isinstance(content, str) and content not in tensors:
+            raise ConfigurationError(
+                f"attribute {path!r} of a stage is {content!r}, which this rank does not have",
+                hint="run autopipe codegen again",
+            )
         value = content if isinstance(content, int) else tensors[content]
         set_attribute(p, path, value)
 
