@@ -272,7 +272,7 @@ class _Writer:
             if len(known) > 1:
                 return [
                     f'    """{text}.',
-                    "    Each of them begins inside a layer of the model and ends inside the next one.",
+                    "    Each of them begins inside a layer of the model and ends inside the next.",
                     '    """',
                 ]
         return [f'    """{text}."""']

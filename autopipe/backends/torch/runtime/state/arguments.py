@@ -23,8 +23,8 @@ from autopipe.ir.files import JsonRecord
 from autopipe.ir.program import StageAttributes
 
 _PATH: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.([A-Za-z][A-Za-z0-9_]*|\d{1,6}))*")
-"""Form of the path of an attribute. No word starts with an underscore, as the attributes of Python's
-objects do.
+"""Form of the path of an attribute. No word starts with an underscore, as the attributes of
+Python's objects do.
 """
 _CONTENT: Final = re.compile(r"[wc]\d{1,9}")
 """Form of the content of an attribute that is a parameter or a constant."""
