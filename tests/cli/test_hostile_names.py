@@ -73,6 +73,12 @@ def test_names_stay_text(command_line: CommandLine, kind: str) -> None:
     split = "constraints=[{match: 're:(?s).*', stage: 0, devices: [0, 1]}]"
     command_line.done("plan", MODEL, "--gpus", "2", "--set", stages, "--set", split, "-o", "plan")
     command_line.done("codegen", "plan")
+    for path in Path("plan/program").rglob("*.py"):
+        # In the default form, identifiers contain letters and digits of names.
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
+            if MARK in token.string and token.type != tokenize.NAME:
+                assert token.type in (tokenize.STRING, tokenize.COMMENT), token
+    command_line.done("codegen", "plan", "--style", "flat")
     sources = sorted(Path("plan/program").rglob("*.py"))
     assert sources
     held = 0

@@ -104,7 +104,7 @@ def _shifted(targets: Tensor, axis: int) -> Tensor:
 
 
 def _every_second_zeroed(scores: Tensor) -> Tensor:
-    zeroed = torch.tanh(scores)
+    zeroed = 2 * scores
     zeroed[:, ::2] = 0
     return zeroed
 
