@@ -118,11 +118,7 @@ def test_classes_can_have_one_name() -> None:
 
 def test_absent_results_and_operands_are_no_values() -> None:
     """Nodes without their first result, before nodes without an optional operand."""
-    builder = Builder()
-    hidden = builder.input((4, 4))
-    for _ in range(3):
-        hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
-    graph = builder.graph(builder.mean_square(hidden))
+    graph, _ = mlp(3)
     nodes = tuple(
         replace(node, outputs=(*node.outputs, ""))
         if index == 0
@@ -135,11 +131,7 @@ def test_absent_results_and_operands_are_no_values() -> None:
 
 def test_the_last_layer_may_lack_an_optional_result() -> None:
     """A normalization with a skip connection returns the sum only if a next layer reads it."""
-    builder = Builder()
-    hidden = builder.input((4, 4))
-    for _ in range(3):
-        hidden = builder.node("Tanh", builder.node("MatMul", hidden, builder.parameter((4, 4))))
-    graph = builder.graph(builder.mean_square(hidden))
+    graph, _ = mlp(3)
     nodes = tuple(
         replace(node, outputs=(*node.outputs, "")) if index in (1, 3) else node
         for index, node in enumerate(graph.nodes)

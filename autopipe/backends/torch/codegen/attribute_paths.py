@@ -8,9 +8,13 @@ A path such as `attention.query.weight` is a sequence of identifiers that dots s
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from autopipe.backends.torch.codegen.identifiers import identifier
+from autopipe.backends.torch.codegen.identifiers import (
+    RUNTIME_ATTRIBUTES,
+    identifier,
+    numbered_name,
+)
 from autopipe.ir.layer_names import (
     is_invented_name,
     path_words,
@@ -25,12 +29,14 @@ the token (`kind_of`).
 
 
 class AttributePaths:
-    """The attributes of one object: paths of which none is the beginning of another one."""
+    """The attributes of one object: paths of which none is the beginning of another one, and none
+    is an attribute that the runtime sets.
+    """
 
     def __init__(self) -> None:
-        self._paths: set[str] = set()
+        self._paths = set(RUNTIME_ATTRIBUTES)
         """Paths of attributes."""
-        self._taken: set[str] = set()
+        self._taken = set(RUNTIME_ATTRIBUTES)
         """Paths of attributes, and of the objects that contain them."""
 
     def reserve(self, path: str) -> str:
@@ -38,25 +44,15 @@ class AttributePaths:
         taken.
         """
         *outer, last = path.split(".")
-        beginning = ""
+        found = ""
         for word in outer:
-            beginning += _free_word(beginning, word, self._paths)
-            self._taken.add(beginning)
-            beginning += "."
-        found = beginning + _free_word(beginning, last, self._taken)
+            found = numbered_name(f"{found}{word}", self._paths.__contains__)
+            self._taken.add(found)
+            found += "."
+        found = numbered_name(f"{found}{last}", self._taken.__contains__)
         self._paths.add(found)
         self._taken.add(found)
         return found
-
-
-def _free_word(beginning: str, word: str, taken: Collection[str]) -> str:
-    """Return a word, with a number if `beginning` and the word together are in `taken`."""
-    found = word
-    number = 1
-    while f"{beginning}{found}" in taken:
-        number += 1
-        found = f"{word.rstrip('_')}_{number}"
-    return found
 
 
 def model_path(name: str, scope: str, kind: str) -> str:
@@ -69,7 +65,7 @@ def model_path(name: str, scope: str, kind: str) -> str:
     return _path_of([*_module_words(scope), _DEFAULT_NAMES[kind]], _DEFAULT_NAMES[kind])
 
 
-def layer_path(names: Sequence[str], scopes: Sequence[str], kind: str) -> str:
+def path_in_layer(names: Sequence[str], scopes: Sequence[str], kind: str) -> str:
     """Return the attribute path of the corresponding parameters of equal layers, relative to the
     layer. `names` and `scopes` have, for each layer, the arguments of `model_path`.
     """

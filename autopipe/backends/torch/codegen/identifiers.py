@@ -8,9 +8,9 @@ is neither a keyword, a builtin nor a name that generated code uses for somethin
 from __future__ import annotations
 
 import builtins
-import itertools
 import keyword
 import re
+from collections.abc import Callable
 from typing import Final
 
 RUNTIME_ATTRIBUTES: Final = frozenset(
@@ -51,12 +51,13 @@ def identifier(text: str) -> str:
     return f"{found}_" if found in _RESERVED or _NUMBERED.fullmatch(found) else found
 
 
-def unique_name(name: str, used: set[str]) -> str:
-    """Return the name, with a number if it is in `used`, and add it to `used`."""
+def numbered_name(name: str, is_taken: Callable[[str], bool]) -> str:
+    """Return the name or, if it is taken, the name with the smallest number from 2 on that is not
+    taken.
+    """
     found = name
-    for number in itertools.count(2):
-        if found not in used:
-            break
+    number = 1
+    while is_taken(found):
+        number += 1
         found = f"{name.rstrip('_')}_{number}"
-    used.add(found)
     return found

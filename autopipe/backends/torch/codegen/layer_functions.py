@@ -24,7 +24,7 @@ from autopipe.backends.torch.codegen.block import (
     text_without_tokens,
     tokens_read,
 )
-from autopipe.backends.torch.codegen.identifiers import identifier, unique_name
+from autopipe.backends.torch.codegen.identifiers import identifier, numbered_name
 from autopipe.backends.torch.codegen.statement import Statement
 from autopipe.ir.layer_names import DEFAULT_NAME, layer_name
 from autopipe.ir.repeats import Wiring, find_repeats
@@ -322,7 +322,9 @@ def function_name(
     name = layer_name(slots) or DEFAULT_NAME
     if name == DEFAULT_NAME:
         name = f"{name}{FORWARD_SUFFIX}"
-    return unique_name(identifier(name), used)
+    found = numbered_name(identifier(name), used.__contains__)
+    used.add(found)
+    return found
 
 
 def with_loops(items: Sequence[Statement | Call], results: Sequence[str]) -> list[Item]:

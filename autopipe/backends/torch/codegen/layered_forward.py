@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from autopipe.backends.torch.codegen.attribute_paths import (
     AttributePaths,
-    layer_path,
     model_path,
+    path_in_layer,
 )
 from autopipe.backends.torch.codegen.block import kind_of, rename_tokens, tokens_read
-from autopipe.backends.torch.codegen.identifiers import RUNTIME_ATTRIBUTES
 from autopipe.backends.torch.codegen.layer_functions import (
     FORWARD_SUFFIX,
     Call,
@@ -27,10 +26,9 @@ from autopipe.backends.torch.codegen.layer_functions import (
     variables_read,
 )
 from autopipe.backends.torch.codegen.statement import Statement, tuple_code, wrapped_call
-from autopipe.backends.torch.codegen.value_names import HIDDEN
+from autopipe.backends.torch.codegen.value_names import NameHint
 from autopipe.backends.torch.codegen.variable_names import (
     NamedVariables,
-    VariableHint,
     name_variables,
 )
 from autopipe.ir.layer_names import numbers_of
@@ -46,7 +44,7 @@ class ModelNames:
     """Name in the model of each parameter and constant."""
     scopes: Mapping[str, str]
     """Name of the first node that reads each parameter, constant or random key."""
-    hints: Mapping[str, VariableHint]
+    hints: Mapping[str, NameHint]
     """Suggested names of variables."""
     sizes: Mapping[str, int]
     """Size of each variable in bytes."""
@@ -110,8 +108,6 @@ class _Writer:
         self.functions: list[Function] = list(functions)
         self.paths = AttributePaths()
         """Paths of the attributes of the stage's `p`."""
-        for name in sorted(RUNTIME_ATTRIBUTES):
-            self.paths.reserve(name)
         self.lists = {
             each.name: self.paths.reserve(f"{each.name.removesuffix(FORWARD_SUFFIX).rstrip('_')}s")
             for each in self.functions
@@ -129,33 +125,23 @@ class _Writer:
         """Variables of each function by the function's name."""
         self.arguments = arguments
 
-    def _stems(self, arguments: Mapping[str, str]) -> dict[str, VariableHint]:
+    def _stems(self, arguments: Mapping[str, str]) -> dict[str, NameHint]:
         """Return the hint of each variable. The stem of a variable that follows another one is the
         stem of that one.
         """
-        found = {token: VariableHint(name) for token, name in arguments.items()}
+        found = {token: NameHint(name) for token, name in arguments.items()}
         for token, hint in self.names.hints.items():
             origin = None if hint.follows is None else found.get(hint.follows)
             stem = hint.stem if origin is None else origin.stem
-            found[token] = VariableHint(stem, hint.follows)
+            found[token] = NameHint(stem, hint.follows)
         return found
 
     def write(self) -> LayeredForward:
         """Return the source and what describes it."""
         texts = [self._function_text(each) for each in self.functions]
         forward = self._name_forward()
-        lines: list[str] = []
         codes = self._codes(self._statements_of_forward(), forward)
-        facts = ""
-        for item, freed in zip(self.items, forward.freed, strict=True):
-            if isinstance(item, Statement):
-                lines += self._statement_lines(item, codes, facts)
-                facts = item.facts
-            else:
-                lines += self._call_lines(item, forward)
-                facts = ""
-            if freed:
-                lines.append(f"    del {', '.join(freed)}")
+        lines = self._body_lines(self.items, forward, codes)
         arguments = tuple(forward.names[each] for each in self.arguments)
         results = [codes[each] if each in codes else self._root_code(each) for each in self.results]
         head = wrapped_call(f"def forward({', '.join(['p', *arguments])}):", "")
@@ -189,11 +175,11 @@ class _Writer:
                 for start, place in zip(item.starts, item.carried, strict=True):
                     preferred[start] = inside[tokens[item.function.arguments[place]]]
 
-        def hint_of(token: str) -> VariableHint:
+        def hint_of(token: str) -> NameHint:
             """Return the suggested name of a variable."""
             if token in preferred:
-                return VariableHint(preferred[token])
-            return self.stems.get(token, VariableHint(HIDDEN))
+                return NameHint(preferred[token])
+            return self.stems.get(token, NameHint())
 
         return name_variables(
             self.items,
@@ -212,13 +198,13 @@ class _Writer:
             # The first layer often reads the result of an embedding. The name of the operand of the
             # second layer is more typical.
             typical = function.instances[min(1, len(function.instances) - 1)][place]
-            arguments[tokens[place]] = self.stems.get(typical, VariableHint(HIDDEN)).stem
+            arguments[tokens[place]] = self.stems.get(typical, NameHint()).stem
         results = [tokens[place] for place in function.results]
         variables = name_variables(
             function.statements,
             arguments,
             results,
-            lambda token: self.stems.get(token, VariableHint(HIDDEN)),
+            lambda token: self.stems.get(token, NameHint()),
             self.names.sizes,
             self.reserved,
             kept=[
@@ -230,13 +216,7 @@ class _Writer:
         self.function_names[function.name] = variables
         held = self._layer_codes(function) if function.is_shared else None
         codes = self._codes(function.statements, variables, held)
-        lines: list[str] = []
-        facts = ""
-        for statement, freed in zip(function.statements, variables.freed, strict=True):
-            lines += self._statement_lines(statement, codes, facts)
-            facts = statement.facts
-            if freed:
-                lines.append(f"    del {', '.join(freed)}")
+        lines = self._body_lines(function.statements, variables, codes)
         given = ", ".join(["p", *(variables.names[each] for each in arguments)])
         returned = [codes.get(each, each) for each in results]
         helpers = [rename_tokens(each.helper, codes) for each in function.statements if each.helper]
@@ -282,13 +262,11 @@ class _Writer:
         the first instance. Record the attributes of all layers.
         """
         paths = AttributePaths()
-        for name in sorted(RUNTIME_ATTRIBUTES):
-            paths.reserve(name)
         codes: dict[str, str] = {}
         for place in function.held:
             tokens = [each[place] for each in function.instances]
             path = paths.reserve(
-                layer_path(
+                path_in_layer(
                     [self.names.parameters.get(each, "") for each in tokens],
                     [self.names.scopes.get(each, "") for each in tokens],
                     kind_of(tokens[0]),
@@ -327,6 +305,25 @@ class _Writer:
             self.root_codes[token] = f"p.{path}"
             self.attributes[path] = _attribute_value(token)
         return self.root_codes[token]
+
+    def _body_lines(
+        self, items: Sequence[Item], variables: NamedVariables, codes: Mapping[str, str]
+    ) -> list[str]:
+        """Return the source lines of the body of a function, without its return statement.
+        `variables` are the variables of the function, and `codes` has the code of each token.
+        """
+        lines: list[str] = []
+        facts = ""
+        for item, freed in zip(items, variables.freed, strict=True):
+            if isinstance(item, Statement):
+                lines += self._statement_lines(item, codes, facts)
+                facts = item.facts
+            else:
+                lines += self._call_lines(item, variables)
+                facts = ""
+            if freed:
+                lines.append(f"    del {', '.join(freed)}")
+        return lines
 
     def _statement_lines(
         self, statement: Statement, codes: Mapping[str, str], facts: str

@@ -49,7 +49,8 @@ def segment_calls(
         by_form[_form_of(segment, block)].append(index)
     calls: dict[int, Call] = {}
     for equal in by_form.values():
-        function = _function([segments[index] for index in equal], names, used)
+        instances = tuple(_tokens_of(segments[index], blocks[index]) for index in equal)
+        function = _function(segments[equal[0]], instances, names, used)
         calls |= {index: Call(function, instance) for instance, index in enumerate(equal)}
     return [calls[index] for index in range(len(segments))]
 
@@ -67,19 +68,24 @@ def _form_of(segment: SegmentBody, block: Block) -> object:
     return (block.canonical, *(tuple(place[name] for name in each) for each in ends))
 
 
-def _function(equal: Sequence[SegmentBody], names: Mapping[str, str], used: set[str]) -> Function:
-    """Return the function of the segments in `equal`, which are equal except for their tokens."""
-    first = equal[0]
-    # A segment may return one of its arguments, which no statement reads. It has no token in the
-    # block then.
-    instances = tuple(
-        tuple(
-            dict.fromkeys((*block_of(each.statements, 0, len(each.statements)).tokens, *each.ends))
-        )
-        for each in equal
-    )
+def _tokens_of(segment: SegmentBody, block: Block) -> tuple[str, ...]:
+    """Return the distinct tokens of a segment. A segment may return one of its arguments that no
+    statement reads, which has no token in the block.
+    """
+    return tuple(dict.fromkeys((*block.tokens, *segment.ends)))
+
+
+def _function(
+    first: SegmentBody,
+    instances: tuple[tuple[str, ...], ...],
+    names: Mapping[str, str],
+    used: set[str],
+) -> Function:
+    """Return the function of equal segments. `first` is the first segment, and `instances` has the
+    tokens of each one.
+    """
     tokens = instances[0]
-    is_shared = len(equal) > 1
+    is_shared = len(instances) > 1
     name = function_name(instances, names, used) if is_shared else f"segment_{first.number}"
     return Function(
         name,

@@ -34,7 +34,6 @@ from autopipe.backends.torch.codegen.quantized import QUANTIZED
 from autopipe.backends.torch.codegen.segment_functions import SegmentBody, segment_calls
 from autopipe.backends.torch.codegen.statement import Statement, tuple_code, wrapped_call
 from autopipe.backends.torch.codegen.value_names import HIDDEN, model_input_name, name_hints
-from autopipe.backends.torch.codegen.variable_names import VariableHint
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, total_degree
@@ -296,7 +295,7 @@ class _ForwardWriter:
         for name, hint in name_hints(stage.operations, parameters, constants).items():
             if name in self.codes:
                 follows = None if hint.follows is None else self.codes[hint.follows]
-                hints[self.codes[name]] = VariableHint(hint.stem, follows)
+                hints[self.codes[name]] = replace(hint, follows=follows)
         for operation in stage.operations:
             if isinstance(operation, Collective):
                 results: tuple[Value | None, ...] = (operation.result,)

@@ -52,10 +52,9 @@ def emit_stage(
     ]
     elements = sum(value.elements for _, value in stage.parameters)
     size = sum(value.bytes for _, value in stage.parameters)
-    tables = _tables_of_names(forward)
+    tables = "" if is_layered else _tables_of_names(forward)
     legend = ""
     if is_layered:
-        tables = ""
         lines.append(f"p    attributes that {stage_module(stage.stage)}.json lists\n")
         legend = _legend(forward.text)
     draws = "DRAWS = True\n" if "p.random(" in forward.text else ""
@@ -76,7 +75,7 @@ _LEGEND = {
     "for layer in ": (
         "In the function of a layer, `p` is one of the layers in a list of the stage's `p`."
     ),
-    " = [": (
+    ".pop()": (
         "`x = [x]` and `x.pop()` pass the only reference to x, so that the function can free it."
     ),
     "p.weight_grads(": (

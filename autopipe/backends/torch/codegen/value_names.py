@@ -84,12 +84,13 @@ _AFTER_SOFTMAX: Final = frozenset({"Cast", "Dropout", "Reshape", "Identity", "Wh
 
 @dataclass(frozen=True, slots=True)
 class NameHint:
-    """Suggested name for the first result of an operation."""
+    """Suggested name of a variable."""
 
     stem: str = HIDDEN
     follows: str | None = None
-    """Name in the graph of the operand whose variable the result should have; None if the result
-    should be called `stem`.
+    """Operand whose name the variable should have, if the operand has a name in the function; None
+    if the variable should be called `stem`. The operand is given by its name in the graph or, in a
+    hint for statements, by its token.
     """
 
 

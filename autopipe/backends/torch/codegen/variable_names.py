@@ -11,25 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from autopipe.backends.torch.codegen.identifiers import numbered_name
 from autopipe.backends.torch.codegen.layer_functions import (
     Item,
     LayerLoop,
     variables_read,
     variables_written,
 )
+from autopipe.backends.torch.codegen.value_names import NameHint
 
 _MIN_FREED_FRACTION: Final = 1 / 256
 """Minimum size of a value that a `del` frees, as a fraction of the largest value of the
 function."""
-
-
-@dataclass(frozen=True, slots=True)
-class VariableHint:
-    """Suggested name of a variable."""
-
-    stem: str
-    follows: str | None = None
-    """Variable whose name is preferred to `stem`, if it has a name in the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +39,7 @@ def name_variables(
     items: Sequence[Item],
     arguments: Mapping[str, str],
     results: Collection[str],
-    hint_of: Callable[[str], VariableHint],
+    hint_of: Callable[[str], NameHint],
     sizes: Mapping[str, int],
     reserved: Collection[str],
     kept: Collection[str] = (),
@@ -88,7 +81,7 @@ class _Naming:
         items: Sequence[Item],
         arguments: Mapping[str, str],
         results: Iterable[str],
-        hint_of: Callable[[str], VariableHint],
+        hint_of: Callable[[str], NameHint],
         reserved: Collection[str],
     ) -> None:
         self.hint_of = hint_of
@@ -110,7 +103,7 @@ class _Naming:
         # All arguments of the function have different names, also those that no statement reads.
         for token, stem in arguments.items():
             self.stems[token] = stem
-            self._assign(token, self._free_name(stem, set(self.names.values()), -1))
+            self._assign(token, numbered_name(stem, self._refuses(set(self.names.values()), -1)))
         for index, item in enumerate(items):
             self.written_names.append(self._name_targets(item, index))
 
@@ -132,8 +125,9 @@ class _Naming:
                 name = self.names[hint.follows]
                 stem = self.stems[hint.follows]
             self.stems[token] = stem
-            if not self._is_free(name, taken, index):
-                name = self._free_name(stem, taken, index)
+            refuses = self._refuses(taken, index)
+            if refuses(name):
+                name = numbered_name(stem, refuses)
             taken.add(name)
             self._assign(token, name)
         return taken
@@ -143,18 +137,15 @@ class _Naming:
         self.names[token] = name
         self.holders[name] = token
 
-    def _is_free(self, name: str, taken: Collection[str], index: int) -> bool:
-        """True if item `index` may assign to a name. `taken` has other names that it assigns."""
-        if name in taken or name in self.reserved:
-            return False
-        holder = self.holders.get(name)
-        return holder is None or self.last_use[holder] <= index
+    def _refuses(self, taken: Collection[str], index: int) -> Callable[[str], bool]:
+        """Return a function that is true for a name to which item `index` must not assign. `taken`
+        has other names that it assigns.
+        """
 
-    def _free_name(self, stem: str, taken: Collection[str], index: int) -> str:
-        """Return `stem` with the smallest number for which item `index` may assign to the name."""
-        name = stem
-        number = 1
-        while not self._is_free(name, taken, index):
-            number += 1
-            name = f"{stem.rstrip('_')}_{number}"
-        return name
+        def refuses(name: str) -> bool:
+            """True if the name is taken, reserved, or refers to a variable that is still in use."""
+            holder = self.holders.get(name)
+            is_in_use = holder is not None and self.last_use[holder] > index
+            return name in taken or name in self.reserved or is_in_use
+
+        return refuses

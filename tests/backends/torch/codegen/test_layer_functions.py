@@ -19,7 +19,7 @@ from autopipe.backends.torch.codegen.layered_forward import ModelNames, layered_
 from autopipe.backends.torch.codegen.segment_functions import SegmentBody, segment_calls
 from autopipe.backends.torch.codegen.stage import ForwardSource, emit_forward
 from autopipe.backends.torch.codegen.statement import Statement, wrapped_call
-from autopipe.backends.torch.codegen.variable_names import VariableHint
+from autopipe.backends.torch.codegen.value_names import NameHint
 from autopipe.passes.lower.lower import one_device_program
 from tests.backends.torch.codegen.symbolic import assert_same_results
 from tests.distributed.support.zoo import SIZES, small_graph
@@ -118,7 +118,7 @@ def names(draw: st.DrawFn) -> ModelNames:
     paths = st.lists(words, max_size=4).map(".".join)
     stems = st.sampled_from(["hidden", "query", "hidden_2", "norm"])
     follows = st.none() | st.integers(0, 40).map("x{}".format)
-    hints = st.builds(VariableHint, stems, follows)
+    hints = st.builds(NameHint, stems, follows)
     return ModelNames(
         {f"p.w{index}": draw(paths) for index in range(12)},
         {},
